@@ -3,14 +3,15 @@
     python -m benchmarks.hybrids [LENGTHS.npy] [--examples 40] [--tries 3]
 
 A small Qwen3.5 with random weights, three of four layers linear attention, computes the losses and
-gradients of one step of examples, as train.py plans it. Both kinds take turns. Seconds are of the
-CPU, so other programs on the machine hardly change them; the median of all tries counts.
+gradients of one step of examples, as train.py plans it. Seconds are of the CPU. A busy machine adds
+to them, too, since programs share caches. So the two kinds take turns after each micro-batch, and
+the median of all tries counts.
 """
 
 import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from itertools import zip_longest
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 import torch
@@ -19,8 +20,8 @@ from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, logging
 from zerotrain.data.loader import MicroBatch
 from zerotrain.data.plan import Budget, plan_step
 from zerotrain.launch.hostfile import between
-from zerotrain.model.mixers import keep_apart
-from zerotrain.model.packing import PACKED_EXAMPLES
+from zerotrain.model.mixers import keep_apart, make_layout
+from zerotrain.model.packing import PACKED_EXAMPLES, Examples
 from zerotrain.training.loss import SupervisedLoss
 
 OPTIONS = {
@@ -55,23 +56,33 @@ def main() -> None:
         **MODEL, hidden_size=size, intermediate_size=3 * size, head_dim=size // 4,
         linear_key_head_dim=size // 4, linear_value_head_dim=size // 4,
     )  # fmt: skip
-    seconds: dict[str, list[float]] = {"bucketed": [], "packed": []}
-    print("batching  CPU seconds   tokens with padding  loss")
-    for _ in range(args.tries):
-        for kind, found in seconds.items():
-            batches = micro_batches(lengths, kind == "packed", args.micro_batch_tokens)
-            torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(config)
-            if kind == "packed":
-                model.set_attn_implementation(PACKED_EXAMPLES)
-                keep_apart(model)
-            step_losses(model, batches[-1:])  # The first pass allocates memory.
-            start = time.process_time()
-            total = step_losses(model, batches)
-            found.append(time.process_time() - start)
-            tokens = sum(batch.input_ids.numel() for batch in batches)
-            print(f"{kind:8}  {found[-1]:11.2f}  {tokens:20,}  {total:.3f}", flush=True)
-    bucketed, packed = map(median, seconds.values())
+    kinds = ("bucketed", "packed")
+    models, batches = [], []
+    for kind in kinds:
+        torch.manual_seed(0)
+        models.append(AutoModelForCausalLM.from_config(config))
+        batches.append(micro_batches(lengths, kind == "packed", args.micro_batch_tokens))
+    models[1].set_attn_implementation(PACKED_EXAMPLES)
+    keep_apart(models[1])
+    print("batching  tokens with padding  in mixers")
+    for kind, own in zip(kinds, batches, strict=True):
+        tokens = sum(batch.input_ids.numel() for batch in own)
+        print(f"{kind:8}  {tokens:19,}  {sum(map(tokens_in_mixers, own)):9,}")
+    print("batching  CPU seconds  loss", flush=True)
+    for model, own in zip(models, batches, strict=True):
+        compute_loss(model, own[-1])  # The first pass allocates memory.
+    tries = np.zeros((args.tries, 2))
+    for seconds in tries:
+        losses = np.zeros(2)
+        for turn in zip_longest(*batches):
+            for i, batch in enumerate(turn):
+                if batch is not None:
+                    start = time.process_time()
+                    losses[i] += compute_loss(models[i], batch)
+                    seconds[i] += time.process_time() - start
+        for kind, spent, loss in zip(kinds, seconds, losses, strict=True):
+            print(f"{kind:8}  {spent:11.2f}  {loss:.3f}", flush=True)
+    bucketed, packed = np.median(tries, axis=0)
     print(f"packed is {bucketed / packed:.2f} times as fast")
 
 
@@ -94,14 +105,19 @@ def micro_batches(lengths: np.ndarray, packed: bool, tokens: int) -> list[MicroB
     return batches
 
 
-def step_losses(model: torch.nn.Module, batches: list[MicroBatch]) -> float:
-    """Compute the losses and gradients of micro-batches, and return the sum of the losses."""
-    compute, total = SupervisedLoss(model), 0.0
-    for batch in batches:
-        loss = compute(model, batch).cross_entropy
-        loss.backward()
-        total += loss.item()
-    return total
+def tokens_in_mixers(batch: MicroBatch) -> int:
+    """Return the tokens that a mixer computes for a micro-batch, including padding."""
+    if batch.ends is None:
+        return batch.input_ids.numel()
+    layout = make_layout(Examples(batch.lengths, batch.ends, None), ())
+    return sum(call.numel() for call in layout.calls)
+
+
+def compute_loss(model: torch.nn.Module, batch: MicroBatch) -> float:
+    """Compute the loss and gradients of a micro-batch, and return the loss."""
+    loss = SupervisedLoss(model)(model, batch).cross_entropy
+    loss.backward()
+    return loss.item()
 
 
 if __name__ == "__main__":
