@@ -83,10 +83,12 @@ def resolve_batching(
             its attention cannot have them.
     """
     attention = config.model.attn_implementation
+    if attention == PACKED_EXAMPLES:  # from the resolved config of a run
+        attention = None
     batching = config.data.batching
     why = "as configured"
     problem = _packing_problem(skeleton, config.data.max_length, sequence)
-    if attention not in (None, PACKED_EXAMPLES):
+    if attention:
         problem = f"model.attn_implementation is {attention}"
     if sequence > 1:
         # Bucketed sequences are split like packed ones: a slice has positions instead of a mask.
@@ -107,8 +109,6 @@ def resolve_batching(
         batching, why = ("bucketed", problem) if problem else ("packed", "no padding")
     if batching == "packed" or sequence > 1:
         attention = PACKED_EXAMPLES
-    elif attention == PACKED_EXAMPLES:  # from the resolved config of a run
-        attention = None
     resolved = replace(
         config,
         data=replace(config.data, batching=batching),
@@ -189,17 +189,16 @@ def attend_within(
     Yields:
         The model's inputs apart from input_ids.
     """
-    inputs = {"attention_mask": batch.attention_mask, "position_ids": batch.position_ids}
-    inputs = {name: tensor for name, tensor in inputs.items() if tensor is not None}
-    examples = None
+    examples, mask = None, batch.attention_mask
     if batch.ends is not None:
         examples = Examples(batch.lengths, batch.ends, sequence_group)
         # Without a mask transformers would look for examples in position_ids, and wait for the
         # device.
-        inputs["attention_mask"] = torch.ones_like(batch.input_ids)
+        mask = torch.ones_like(batch.input_ids)
+    inputs = {"attention_mask": mask, "position_ids": batch.position_ids}
     token = current_examples.set(examples)
     try:
-        yield inputs
+        yield {name: tensor for name, tensor in inputs.items() if tensor is not None}
     finally:
         current_examples.reset(token)
 
