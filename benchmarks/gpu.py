@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -135,7 +135,7 @@ class Bench:
         log = Path(tempfile.mkdtemp(dir=self.folder)) / "log.txt"
         ended = run_local_ranks(1, words, log, until, seconds)
         if ended.code:
-            raise CheckFailed(f"{words[0]}, exit code {ended.code}: {ended.output[-3000:]}")
+            raise CheckFailed(f"{words[0]}, exit code {ended.code}:\n{ended.output[-3000:]}")
         if time.monotonic() > self.end:
             raise CheckFailed("out of time")
         return ended.output
@@ -226,29 +226,33 @@ class Bench:
         self.command(*command, until=has_run)
         return read_metrics(run)[:STEPS], {"estimated_gib": peak / GIB, "note": note}
 
-    def train_side_by_side(
-        self, commands: list[list[object]]
-    ) -> list[tuple[list[dict[str, Any]], Figures]]:
-        """Return what `train` returns for each command. A run has two cores."""
+    def train_side_by_side(self, commands: list[list[object]]) -> list[Future]:
+        """Return what `train` returns or raises for each command. A run has two cores."""
         with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // 2)) as pool:
-            return [*pool.map(self.train, commands)]
+            return [pool.submit(self.train, command) for command in commands]
 
     def compare(self, runs: dict[str, dict[str, Any]]) -> dict[str, Figures]:
-        """Return the figures of some runs, by name.
+        """Return the figures of some runs, by name, or the causes of their failures. The check has
+        also failed if their losses differ.
 
         Args:
             runs: the arguments of `command_of` for each run.
-
-        Raises:
-            CheckFailed: a run's losses differ from the first run's.
         """
         commands = [self.command_of(**options) for options in runs.values()]
-        found = dict(zip(runs, self.train_side_by_side(commands), strict=True))
-        losses = {name: [step["loss"] for step in steps] for name, (steps, _) in found.items()}
+        found, losses, failures = {}, {}, []
+        for name, trained in zip(runs, self.train_side_by_side(commands), strict=True):
+            try:
+                steps, more = trained.result()
+            except CheckFailed as problem:
+                found[name] = {"note": str(problem)}
+                failures.append(name or "train.py")
+            else:
+                found[name] = self.figures_of(steps) | more
+                losses[name] = [step["loss"] for step in steps]
         every = list(losses.values())
-        if not np.allclose(every, every[0], rtol=LOSS_TOLERANCE, atol=0):
-            raise CheckFailed(f"the losses differ: {losses}")
-        return {name: self.figures_of(steps) | more for name, (steps, more) in found.items()}
+        if not np.allclose(every, every[:1], rtol=LOSS_TOLERANCE, atol=0):
+            failures.append(f"the losses differ: {losses}")
+        return found | ({FAILED: {"note": ", ".join(failures)}} if failures else {})
 
     def figures_of(self, steps: list[dict[str, Any]]) -> Figures:
         """Return the rates after the warm-up. Their time includes what happens between steps."""
@@ -259,6 +263,11 @@ class Bench:
             "tokens_per_s_of_median_step": float(
                 np.median([step["tokens"] / step["step_seconds"] for step in timed])
             ),
+        }
+        figures |= {
+            key: float(np.median([step[key] for step in timed]))
+            for key in steps[0]
+            if key.endswith("_seconds")
         }
         if "model_flops_per_s" in steps[0]:
             flops = sum(step["model_flops_per_s"] * step["step_seconds"] for step in timed)
@@ -307,8 +316,9 @@ def resume(bench: Bench) -> dict[str, Figures]:
     checkpoint = folder / "checkpoints" / checkpoint_name(SAVED_AT)
     saving = {"output_dir": folder, "checkpoint.every_steps": SAVED_AT}
     runs = bench.train_side_by_side([bench.command_of(), bench.command_of(**saving)])
-    runs.append(bench.train(bench.command_of(**{"checkpoint.resume": checkpoint})))
-    first, again, resumed = [[(step["loss"], step["grad_norm"]) for step in run] for run, _ in runs]
+    runs += bench.train_side_by_side([bench.command_of(**{"checkpoint.resume": checkpoint})])
+    steps = [run.result()[0] for run in runs]
+    first, again, resumed = [[(step["loss"], step["grad_norm"]) for step in run] for run in steps]
     pairs = (first, again), (first[SAVED_AT:], resumed)
     differ = [sum(a != b for a, b in zip(*pair, strict=False)) for pair in pairs]
     note = f"not bit for bit in {differ[0]} of {STEPS} steps of the same run, "
@@ -318,8 +328,10 @@ def resume(bench: Bench) -> dict[str, Figures]:
 
 def tests(bench: Bench) -> dict[str, Figures]:
     """Run pytest -m gpu: the varlen kernel, NCCL, and loss and gradients against fp32 on a CPU."""
-    output = bench.command("-m", "pytest", "-q", "-n", "0", "-m", "gpu", "tests")
-    return {"": {"note": output.splitlines()[-1]}}
+    options = "-q -n 0 -m gpu -rP --show-capture stdout"
+    lines = bench.command("-m", "pytest", *options.split(), "tests").splitlines()
+    errors = [line for line in lines if line.startswith("{")] or ["{}"]
+    return {"": {"note": lines[-1]}, **json.loads(errors[0])}
 
 
 def measured(shape: str, tokens: int = LONG, **options: Any) -> dict[str, dict[str, Any]]:
@@ -327,16 +339,17 @@ def measured(shape: str, tokens: int = LONG, **options: Any) -> dict[str, dict[s
     return {"": {"shape": shape, "tokens": tokens, **options}}
 
 
-def profile(bench: Bench) -> dict[str, Figures]:
+def profile(bench: Bench, **settings: object) -> dict[str, Figures]:
     """List the kernels that take most of a step, from the trace of train.py's profiler."""
-    folder = bench.folder / "profiled"
-    folder.mkdir(exist_ok=True)
+    folder = Path(tempfile.mkdtemp(dir=bench.folder))
     (folder / PROFILE_NOW).touch()
     # The trace of steps 3 to 5 is written after the fifth step.
-    steps, _ = bench.train(bench.command_of("1.5b", LONG, output_dir=folder))
+    steps, _ = bench.train(bench.command_of("1.5b", LONG, output_dir=folder, **settings))
     [trace] = (folder / "profile").glob("*.gz")
     events = pd.DataFrame(json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"])
     kernels = events[events.cat == ("cpu_op" if bench.toy else "kernel")]
+    if kernels.empty:
+        raise CheckFailed("error: PyTorch's profiler saw no kernels")
     spent = kernels.groupby("name").dur.sum()
     shares = (spent / spent.sum()).nlargest(12)
     parts = [f"{share:.1%} {name}" for name, share in shares.items()]
@@ -395,6 +408,7 @@ CHECKS: dict[str, tuple[float, Callable[[Bench], dict[str, Figures]] | dict[str,
     "against_trainer": (2, against_trainer),
     "profile": (1, profile),
     "against_trainer_compiled": (3, partial(against_trainer, compiled=True)),
+    "profile_compiled": (1.5, partial(profile, **COMPILED)),
     "8b_lora_zero3": (1.5, measured("8b", LONG // 2, stage=3, **LORA)),
     "8b_part_zero3": (1.5, measured("8b_part", LONG // 2, stage=3)),
     "experts": (1.5, measured("experts")),
@@ -404,28 +418,29 @@ CHECKS: dict[str, tuple[float, Callable[[Bench], dict[str, Figures]] | dict[str,
 
 
 def rows_of(results: dict[str, Any]) -> Iterator[list[str]]:
-    """Yield check and run, figures, goals and a published rate, for each run."""
-    device = results["environment"].get("", {}).get("note", "")
-    goal = next((goal for card, goal in GOALS.items() if card in device), 0)
+    """Yield check and run, figures, goal and a published rate, for each run but the first."""
+    card = results["environment"].get("", {"note": "", "matmul_tflops_per_s": math.inf})
+    goal = next((goal for name, goal in GOALS.items() if name in card["note"]), 0)
     for name, result in results.items():
         published = next((text for key, text in RATES.items() if name.startswith(key)), "")
         for run, figures in result.items():
-            notes = figures.get("note", "").splitlines()
-            if run == FAILED:  # Name the cause.
-                notes = [line for line in notes if ERROR.search(line)] or notes
-            rate, least = figures.get("model_tflops_per_s", 0), 0
-            if name.startswith(("1.5b", "8b_part")) and notes != [RECOMPUTED]:
-                least = goal
-            elif "train_py_over_this" in figures:
-                rate, least = figures["train_py_over_this"], OVER_TRAINER
+            lines = figures.get("note", "").splitlines()
+            notes = [line for line in lines if ERROR.search(line)][-2:] or lines[-1:]
+            value, least, unit = figures.get("model_tflops_per_s"), 0, "TFLOP/s"
+            if value:
+                figures = figures | {"share_of_matmul": value / card["matmul_tflops_per_s"]}
+                if name.startswith(("1.5b", "8b_part")) and notes != [RECOMPUTED]:
+                    least = goal
+            if "train_py_over_this" in figures:
+                value, least, unit = figures["train_py_over_this"], OVER_TRAINER, "times"
             yield [
-                ": ".join(filter(None, [name, run, *notes[-1:]])),
+                ": ".join(filter(None, [name, run, "; ".join(notes)])),
                 ", ".join(
-                    f"{key} {float(f'{x:.4g}'):,}"
+                    f"{key} {float(f'{x:.4g}'):,g}"
                     for key, x in figures.items()
-                    if isinstance(x, float)
+                    if isinstance(x, float) and not key.endswith("_seconds")
                 ),
-                f"{least}: {'met' if rate >= least else 'MISSED'}" if least else "",
+                f"{least} {unit}: {'met' if value >= least else 'MISSED'}" if least else "",
                 published,
             ]
 
@@ -434,8 +449,9 @@ def report_page(results: dict[str, Any]) -> str:
     """Return the results as a page in Markdown."""
     rows = [["check", "figures", "goal", "published"], ["---"] * 4, *rows_of(results)]
     table = [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
+    left = f"Not run: {', '.join(name for name in CHECKS if name not in results) or 'none'}."
     pasted = f"## To paste into an issue\n\n```json\n{json.dumps(results, indent=1)}\n```\n"
-    return "\n".join(["# One GPU\n", *table, "", COUNTED, pasted])
+    return "\n".join(["# One GPU\n", *table, "", left, "", COUNTED, pasted])
 
 
 def main() -> None:

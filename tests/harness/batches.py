@@ -8,18 +8,18 @@ from zerotrain.data.loader import MicroBatch
 LENGTHS = (40, 7, 90)
 
 
-def micro_batch(packed):
-    """Examples of LENGTHS tokens with ids below 320, packed or padded. Most tokens are targets."""
+def micro_batch(packed, lengths=LENGTHS):
+    """Examples with ids below 320, packed or padded. Most tokens are targets."""
     rng = np.random.default_rng(0)
-    examples = [rng.integers(2, 320, length) for length in LENGTHS]
+    examples = [rng.integers(2, 320, length) for length in lengths]
     if packed:
         ids = np.concatenate(examples)[None]
-        positions = np.concatenate([np.arange(length) for length in LENGTHS])[None]
+        positions = np.concatenate([np.arange(length) for length in lengths])[None]
         return MicroBatch.of(ids, (positions > 0) & (ids > 100), position_ids=positions)
-    mask = (np.arange(max(LENGTHS)) < np.array(LENGTHS)[:, None]).astype(np.int64)
+    mask = (np.arange(max(lengths)) < np.array(lengths)[:, None]).astype(np.int64)
     ids = mask.copy()
     ids[mask == 1] = np.concatenate(examples)
-    is_target = (ids > 100) & (np.arange(max(LENGTHS)) > 0)
+    is_target = (ids > 100) & (np.arange(max(lengths)) > 0)
     return MicroBatch.of(ids, is_target, attention_mask=mask)
 
 

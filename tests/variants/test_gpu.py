@@ -1,14 +1,15 @@
 """Tests that need a GPU.    pytest -m gpu tests/variants/test_gpu.py"""
 
+import json
 import subprocess
 import sys
 
 import pytest
 import torch
-from harness.batches import micro_batch
+from harness.batches import LENGTHS, micro_batch
 from harness.processes import environment, run
 from harness.repository import REPO
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from zerotrain.config.schema import ModelConfig
 from zerotrain.model.packing import PACKED_EXAMPLES
@@ -16,10 +17,11 @@ from zerotrain.runtime.seeding import rng_state, seed_everything, set_rng_state
 from zerotrain.training.engine import change_blocks
 from zerotrain.training.loss import SupervisedLoss
 
+MISSING = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
 
 def on_gpu(test):
-    missing = not torch.cuda.is_available()
-    return pytest.mark.gpu(pytest.mark.skipif(missing, reason="needs a GPU")(test))
+    return pytest.mark.gpu(MISSING(test))
 
 
 def test_gpu_tests_need_no_other_packages():
@@ -30,7 +32,7 @@ sys.modules |= dict.fromkeys(["copier", "kubeflow_trainer_api", "matplotlib", "p
 sys.exit(pytest.main(["-qq", "-m", "gpu", "-n", "0", "--collect-only"]))
 """
     done = run([sys.executable, "-c", script])
-    assert done.code == 0 and "variants/test_gpu.py: 6" in done.output, done.output
+    assert done.code == 0 and "variants/test_gpu.py: 7" in done.output, done.output
 
 
 @on_gpu
@@ -43,14 +45,14 @@ def test_random_numbers_continue_on_the_gpu(tmp_path):
     assert torch.equal(torch.rand(9, device="cuda"), first)
 
 
-def loss_and_gradient(folder, packed, device, dtype, **options):
-    """Return the loss of a micro-batch, with changed blocks, and all gradients."""
+def compute(folder, packed, device, dtype, lengths=LENGTHS, **options):
+    """Return the loss of a micro-batch, with changed blocks, and its gradients by name."""
     attention = PACKED_EXAMPLES if packed else None
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation=attention
     ).to(device)
     change_blocks(model.train(), ModelConfig("x", **options), 0)
-    batch = micro_batch(packed)
+    batch = micro_batch(packed, lengths)
     batch = batch.each(torch.Tensor.pin_memory) if device == "cuda" else batch
     supervised = SupervisedLoss(model)
     is_cuda = device == "cuda"
@@ -60,7 +62,19 @@ def loss_and_gradient(folder, packed, device, dtype, **options):
     loss.backward()
     if is_cuda:
         torch.cuda.set_sync_debug_mode("default")
-    return loss.item(), torch.cat([p.grad.float().cpu().flatten() for p in model.parameters()])
+    found = {name: weight.grad for name, weight in model.named_parameters()}
+    found["loss"] = loss.detach()
+    return {name: value.float().cpu() for name, value in found.items()}
+
+
+def relative_errors(found, exact):
+    """Return the error of the loss and, for each kind of weight, of the worst layer's gradient."""
+    errors = {}
+    for name, value in exact.items():
+        kind = name.removesuffix(".weight").split(".")[-1]
+        error = (found[name] - value).norm() / value.norm()
+        errors[kind] = max(errors.get(kind, 0), error.item())
+    return errors
 
 
 @on_gpu
@@ -75,10 +89,30 @@ def loss_and_gradient(folder, packed, device, dtype, **options):
 )
 def test_the_loss_equals_the_cpus(tiny_model, packed, dtype, options):
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
-    value, gradient = loss_and_gradient(tiny_model, packed, "cuda", dtype, **options)
-    exact, exact_gradient = loss_and_gradient(tiny_model, packed, "cpu", torch.float32)
-    assert value == pytest.approx(exact, rel=tolerance)
-    assert (gradient - exact_gradient).norm() / exact_gradient.norm() < 5 * tolerance
+    exact = compute(tiny_model, packed, "cpu", torch.float32)
+    errors = relative_errors(compute(tiny_model, packed, "cuda", dtype, **options), exact)
+    assert errors.pop("loss") < tolerance and max(errors.values()) < 5 * tolerance, errors
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, MISSING])])
+def test_packed_gradients_are_as_exact_as_padded_ones(tmp_path, device):
+    """In bf16 and for each kind of weight, beside padded examples in fp32 on a CPU."""
+    heads, lengths = (16, (2000, 31, 1200, 5, 700, 90)) if device == "cuda" else (2, (300, 31, 5))
+    config = Qwen3Config(
+        vocab_size=320, hidden_size=64 * heads, intermediate_size=192 * heads, num_hidden_layers=2,
+        num_attention_heads=heads, num_key_value_heads=heads // 2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).bfloat16().save_pretrained(tmp_path)
+    exact = compute(tmp_path, False, "cpu", torch.float32, lengths)
+    errors = {
+        name: relative_errors(compute(tmp_path, packed, device, torch.bfloat16, lengths), exact)
+        for name, packed in (("errors of packed examples", True), ("of padded ones", False))
+    }
+    print(json.dumps(errors))  # benchmarks/gpu.py shows them.
+    packed, padded = errors.values()
+    assert {"embed_tokens", "q_proj", "k_norm", "down_proj", "norm", "lm_head"} < packed.keys()
+    assert all(error < 2 * padded[kind] + 1e-3 for kind, error in packed.items()), errors
 
 
 @on_gpu
