@@ -5,7 +5,7 @@
 Runs the CHECKS below, the most important ones first. Each check has processes of its own. A check
 that fails does not stop the others. After each check, FOLDER/results.json has the figures and
 FOLDER/results.md is a page with the card, the versions, each figure beside its goal and a published
-run, the cause of each failure, and a block to paste into an issue.
+run, the cause of each failure, the checks not run yet, and a block to paste into an issue.
 
 With --minutes, a check starts only if its limit fits into what is left, and ends at its limit.
 Checks that passed before are not repeated, so the same command continues. It needs about 20 GB of
