@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from harness.repository import REPO
 
+from benchmarks.gpu import FAILED, report_page
+
 
 @pytest.fixture
 def bench(forks):
@@ -33,6 +35,22 @@ def test_checks_of_a_gpu_pass_at_toy_size_and_are_not_repeated(bench, tmp_path):
     assert again.code == 0 and "not enough" not in again.output
     assert json.loads((tmp_path / "toy_results.json").read_text()) == results
     assert bench("gpu", "--out", tmp_path, "--only", "no").code == 2
+
+
+def test_the_page_of_a_gpu_has_goals_causes_and_checks_that_were_not_run():
+    cause = "train.py, exit code 1:\nTraceback\ntorch.OutOfMemoryError: no memory\n[W] the end"
+    results = {
+        "environment": {"": {"matmul_tflops_per_s": 800.0, "note": "NVIDIA H200, torch 2.11"}},
+        "1.5b": {"": {"model_tflops_per_s": 520.0, "note": "nothing recomputed"}},
+        "small": {"zero1": {"loss": 2.0}, "zero2": {"note": cause}, FAILED: {"note": "zero2"}},
+        "8b_part_zero3": {"": {"model_tflops_per_s": 100.0, "note": "activations recomputed"}},
+    }
+    table, rest = report_page(results).split("Not run: ")
+    rows = [row.split(" | ") for row in table.splitlines()[4:-1]]
+    causes = ["zero1", "zero2: torch.OutOfMemoryError: no memory", "FAILED: zero2"]
+    assert [row[0] for row in rows[2:5]] == [f"| small: {cause}" for cause in causes]
+    assert "share_of_matmul 0.65" in rows[1][1] and rows[1][2] == "510 TFLOP/s: met"
+    assert rows[5][2] == "" and rest.startswith("tests, lora, resume, ")
 
 
 def test_a_simulation_has_every_order(bench, tmp_path):
