@@ -107,7 +107,7 @@ Here only supervised tokens have logits.
 """
 FAILED = "FAILED"
 """Name of the entry that says why a check has failed."""
-ERROR = re.compile(r"^(error|E |ERROR|FAILED)|^(\w+\.)*\w*(Error|Exception)\b")
+ERROR = re.compile(r"^(error|E |ERROR|FAILED|\d+ failed)|^(\w+\.)*\w*(Error|Exception)\b")
 Figures = dict[str, Any]
 
 
@@ -239,7 +239,7 @@ class Bench:
             runs: the arguments of `command_of` for each run.
         """
         commands = [self.command_of(**options) for options in runs.values()]
-        found, losses, failures = {}, {}, []
+        found, losses, failures = {}, [], []
         for name, trained in zip(runs, self.train_side_by_side(commands), strict=True):
             try:
                 steps, more = trained.result()
@@ -248,10 +248,9 @@ class Bench:
                 failures.append(name or "train.py")
             else:
                 found[name] = self.figures_of(steps) | more
-                losses[name] = [step["loss"] for step in steps]
-        every = list(losses.values())
-        if not np.allclose(every, every[:1], rtol=LOSS_TOLERANCE, atol=0):
-            failures.append(f"the losses differ: {losses}")
+                losses.append([step["loss"] for step in steps])
+        if not np.allclose(losses, losses[:1], rtol=LOSS_TOLERANCE, atol=0):
+            failures.append("the losses differ")
         return found | ({FAILED: {"note": ", ".join(failures)}} if failures else {})
 
     def figures_of(self, steps: list[dict[str, Any]]) -> Figures:
