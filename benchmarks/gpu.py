@@ -60,11 +60,12 @@ SHAPES = {
     # At 18 bytes per weight, all 32 layers would not fit.
     "8b_part": LLAMA_8B | {"num_hidden_layers": 8 if IS_SMALL else 16},
     "experts": PUBLISHED["Qwen/Qwen3-30B-A3B"] | {"num_hidden_layers": 4},
+    "hybrid": PUBLISHED["Qwen/Qwen3.5-4B"] | {"num_hidden_layers": 4},
 }  # fmt: skip
 TOY_SHAPE = {
     "vocab_size": 384, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_experts": 4,
-    "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "full_attention_interval": 2,
 }  # fmt: skip
 WITH_WEIGHTS = "small"
 SAVE_WEIGHTS = """
@@ -394,24 +395,25 @@ CHECKS: dict[str, tuple[float, Callable[[Bench], dict[str, Figures]] | dict[str,
     "environment": (1, environment),  # runs in every call
     "tests": (1.5, tests),
     "1.5b": (1.5, measured("1.5b")),
+    # Compiled blocks of the timed runs come from inductor's cache.
+    "compile_ahead": (1.5, measured("1.5b_2_layers", **COMPILED)),
+    "1.5b_compiled": (1.5, measured("1.5b", **COMPILED)),
+    "profile": (1, profile),
+    "against_trainer": (2, against_trainer),
+    "against_trainer_compiled": (3, partial(against_trainer, compiled=True)),
     "small": (2, {
         **{f"zero{n}": {"stage": n} for n in STAGES},
         "bucketed": {"data.batching": "bucketed"},
         "compiled": COMPILED,
     }),
     "lora": (1, {f"zero{n}": {"stage": n, **LORA} for n in (1, 3)}),
+    "nf4": (1, {"": {"model.quantization": "nf4", **LORA}}),
+    "hybrid": (1.5, {"": {"shape": "hybrid"}}),
+    "experts": (1.5, measured("experts")),
     "resume": (1.5, resume),
-    # Compiled blocks of the timed runs come from inductor's cache.
-    "compile_ahead": (1.5, measured("1.5b_2_layers", **COMPILED)),
-    "1.5b_compiled": (1.5, measured("1.5b", **COMPILED)),
-    "against_trainer": (2, against_trainer),
-    "profile": (1, profile),
-    "against_trainer_compiled": (3, partial(against_trainer, compiled=True)),
-    "profile_compiled": (1.5, partial(profile, **COMPILED)),
     "8b_lora_zero3": (1.5, measured("8b", LONG // 2, stage=3, **LORA)),
     "8b_part_zero3": (1.5, measured("8b_part", LONG // 2, stage=3)),
-    "experts": (1.5, measured("experts")),
-    "nf4": (1, {"": {"model.quantization": "nf4", **LORA}}),
+    "profile_compiled": (1.5, partial(profile, **COMPILED)),
 }  # fmt: skip
 """Limit in minutes of each check, and its function, or the arguments of Bench.compare."""
 

@@ -50,7 +50,7 @@ def test_the_page_of_a_gpu_has_goals_causes_and_checks_that_were_not_run():
     causes = ["zero1", "zero2: torch.OutOfMemoryError: no memory", "FAILED: zero2"]
     assert [row[0] for row in rows[2:5]] == [f"| small: {cause}" for cause in causes]
     assert "share_of_matmul 0.65" in rows[1][1] and rows[1][2] == "510 TFLOP/s: met"
-    assert rows[5][2] == "" and rest.startswith("tests, lora, resume, ")
+    assert rows[5][2] == "" and rest.startswith("tests, compile_ahead, ")
 
 
 def test_a_simulation_has_every_order(bench, tmp_path):
