@@ -3,7 +3,7 @@
 # the repository, or source it, as test.sh does. It repeats an interrupted install.
 #   PYTHON=python3.12 ./scripts/setup.sh    makes .venv with this interpreter
 #   NO_LOCK=1 ./scripts/setup.sh            installs requirements.txt, without hashes
-#   UP_TO=tracking ./scripts/setup.sh       installs the sections up to this one
+#   UP_TO=backup ./scripts/setup.sh         installs the sections up to this one
 #
 # requirements.lock has the versions and hashes of everything except torch and the CUDA packages of
 # its build. These come last, from the index that pip or uv is set up for, unless .venv has them.

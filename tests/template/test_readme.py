@@ -32,6 +32,7 @@ PAGES = (
 )  # fmt: skip
 NOT_RUN = {  # commands with a match are only parsed: why
     r"IMAGE|\b(docker|kubectl|sky|vllm|curl|hf|rclone|rsync|pipx?) |-m venv": "services, network",
+    r"scripts\.backup": "an S3 server: test_backup.py",
     r"hostfile hostfile|^sbatch|torchrun|gathered|--nodes 2 --gpus": "several hosts: tests/launch",
     r"test\.sh|pytest|copier |my-project|diff-filter": "this suite, and test_copier.py",
     r"^.*--dry_run": "what comes after it does the same first",

@@ -89,19 +89,40 @@ def run_ranks(job: Mapping, requests: "queue.SimpleQueue[str]") -> int:
         # Gloo's default is the address of the host's own name, often 127.0.1.1.
         if interface != "lo":
             environment["GLOO_SOCKET_IFNAME"] = interface
+    environment |= {"RANK": str(job["first_rank"]), "LOCAL_RANK": "0"}
+    is_run = Path(*job["command"][:1]).name == "train.py"
+    url = environment.get("BACKUP_URL", "") if is_run else ""
+    backup = ["-m", "scripts.backup", "--to", url, *job["command"][1:]]
     running = {}
     try:
+        if url:
+            fetch = {"the fetch of a checkpoint": start_rank([*backup, "--fetch"], environment)}
+            if code := wait_for_ranks(fetch, requests):
+                return code
         for local_rank in range(ranks):
             rank = job["first_rank"] + local_rank
             variables = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
-            running[rank] = start_rank(job["command"], environment | variables)
-        return wait_for_ranks(running, requests)
+            running[f"rank {rank}"] = start_rank(job["command"], environment | variables)
+        if url:
+            pid = running[f"rank {job['first_rank']}"].pid
+            watcher = start_rank([*backup, "--pid", str(pid)], environment)
+        code = wait_for_ranks(running, requests)
+        if url and code in (0, EXIT_PREEMPTED):
+            # It uploads the last checkpoint. Further signals to stop do not end it.
+            while watcher.poll() is None and (
+                requests.empty() or requests.get() not in ("close", "SIGKILL")
+            ):
+                time.sleep(POLL_SECONDS)
+        return code
     finally:
         kill_descendants()
 
 
-def wait_for_ranks(running: dict[int, subprocess.Popen], requests: "queue.SimpleQueue[str]") -> int:
+def wait_for_ranks(running: dict[str, subprocess.Popen], requests: "queue.SimpleQueue[str]") -> int:
     """Wait for the ranks, forward signals to them, and stop all of them after a failure.
+
+    Args:
+        running: the processes by their names in messages.
 
     Returns:
         The exit code of the first rank that failed, 0 if none did.
@@ -111,17 +132,17 @@ def wait_for_ranks(running: dict[int, subprocess.Popen], requests: "queue.Simple
     stop = False
     while running and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
-        for rank, process in list(running.items()):
+        for name, process in list(running.items()):
             status = process.poll()
             if status is None:
                 continue
-            del running[rank]
+            del running[name]
             # A negative status is the signal that ended the rank: 128 + signal, as in a shell.
             code = 128 - status if status < 0 else status
             if code not in (0, EXIT_PREEMPTED) and not stop:
                 stop = True
                 exit_code = code
-                text = f"rank {rank} ended with exit code {code}"
+                text = f"{name} ended with exit code {code}"
                 if status < 0:
                     text += f" ({signal.Signals(-status).name})"
                 if status == -signal.SIGKILL:
@@ -145,7 +166,7 @@ def say(event: Mapping) -> None:
     print(f"\n{EVENT}{json.dumps(event)}", flush=True)
 
 
-def send(running: Mapping[int, subprocess.Popen], number: signal.Signals) -> None:
+def send(running: Mapping[str, subprocess.Popen], number: signal.Signals) -> None:
     for process in running.values():
         process.send_signal(number)
 

@@ -1,0 +1,228 @@
+"""Keep a copy of a run's checkpoints in object storage, and bring the newest to a new disk.
+
+    python -m scripts.backup --to s3://BUCKET/RUN --config recipes/mine.yaml [--pid PID]
+    python -m scripts.backup --to s3://BUCKET/RUN --config recipes/mine.yaml --fetch
+
+The first command uploads each complete checkpoint of output_dir that the bucket lacks. With --pid
+it looks for new ones as long as the process PID runs, and once more after that. Meanwhile it
+ignores signals to stop, because a scheduler sends them to all processes of a job, whose ranks then
+save. A failure is one line and never ends the run. The next try comes after 2 s, 4 s ... 5 minutes,
+and reads the credentials anew: fsspec's backends know the environment, their own files and the
+machine's role. Any flag of train.py may follow.
+
+    RUN/metrics.jsonl, RUN/resolved_*                   as they were at the last upload
+    RUN/checkpoints/step_00001000.ID/shards/...         a folder for each save
+    RUN/checkpoints/step_00001000.ID/COMPLETE           last, when the files of all nodes are there
+
+Each node of a job uploads a share of the files, with its own ranks' shards. The variables RANK,
+WORLD_SIZE and LOCAL_WORLD_SIZE say which ranks it has. Checkpoints that the run removes meanwhile
+are removed from the bucket too, once all others are complete there.
+
+--fetch takes the newest complete save, unless output_dir has it or a newer one. A node takes its
+own ranks' shards, or all if the number of ranks has changed. They appear in output_dir after sizes
+and checksums were compared.
+"""
+
+import argparse
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+from fsspec.core import url_to_fs
+from fsspec.implementations.dirfs import DirFileSystem
+
+from zerotrain.checkpoint.manifest import FileEntry, find_problems, inspect, read_manifest
+from zerotrain.checkpoint.run_folder import (
+    COMPLETE,
+    MANIFEST,
+    METRICS,
+    RESOLVED_CONFIG,
+    RESOLVED_DS_CONFIG,
+    checkpoints_folder,
+    is_shard,
+    list_complete,
+    remove,
+)
+from zerotrain.config.parse import parse_command_line
+from zerotrain.runtime.errors import (
+    EnvironmentFailure,
+    UserError,
+    describe,
+    exit_on_error,
+)
+from zerotrain.runtime.files import sync_tree, temporary_name
+from zerotrain.runtime.rank_env import rank_variables
+
+WAIT_SECONDS = 2.0
+MAX_WAIT_SECONDS = 300.0
+IGNORED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+ADVICE = "check bucket and credentials; for s3:// `pip install s3fs`, for gs:// `pip install gcsfs`"
+BESIDE = (METRICS, RESOLVED_CONFIG, RESOLVED_DS_CONFIG)
+"""Files of the run folder that a resumed run continues, or `export --verify` reads."""
+
+
+def open_bucket(url: str) -> DirFileSystem:
+    """Return a folder of object storage, reached with the credentials of now."""
+    fs, root = url_to_fs(url, skip_instance_cache=True, use_listings_cache=False)
+    return DirFileSystem(root, fs)
+
+
+def is_own(number: int) -> bool:
+    """Return whether a file is in this node's share, by its number in the manifest. The number of a
+    shard is its rank.
+    """
+    first, _, world, ranks = map(int, rank_variables().values())
+    return first <= number % world < first + ranks
+
+
+def lacking(bucket: DirFileSystem, save: str, files: dict[str, FileEntry]) -> list[str]:
+    """Return the files of a save that are not in the bucket, or have another size there."""
+    there = bucket.find(save, detail=True)
+    sizes = {path: info["size"] for path, info in there.items()}
+    return [name for name, entry in files.items() if sizes.get(f"{save}/{name}") != entry.bytes]
+
+
+def copy(url: str, run: Path, copied: set[str]) -> str:
+    """Upload this node's share of the checkpoints that the bucket lacks, the newest first. Then
+    remove from the bucket what the run has removed.
+
+    Args:
+        copied: the saves that were complete in output_dir and in the bucket. It is updated.
+
+    Returns:
+        What the bucket lacks of other nodes' shares; "" if nothing.
+    """
+    found = reversed(list_complete(checkpoints_folder(run)))
+    # The id of a save is the name of its draft, .NAME.tmp.
+    local = {read_manifest(path).save_id[1:-4]: path for path in found}
+    if not local or local.keys() == copied:
+        return ""
+    bucket, problem = open_bucket(url), ""
+    for save, checkpoint in local.items():
+        if save in copied:
+            continue
+        files = read_manifest(checkpoint).files
+        missing = lacking(bucket, save, files)
+        for name in BESIDE if missing and is_own(0) else ():
+            bucket.put_file(str(run / name), f"{save}/{name}")
+        for number, name in enumerate(files):
+            # Without a shared disk, other nodes have the files of their ranks.
+            if name in missing and is_own(number) and (checkpoint / name).exists():
+                bucket.put_file(str(checkpoint / name), f"{save}/{name}")
+        if missing := lacking(bucket, save, files):
+            problem = f"{save} lacks {missing[0]} of another node"
+            continue
+        for name in (MANIFEST, COMPLETE):
+            bucket.put_file(str(checkpoint / name), f"{save}/{name}")
+        print(f"backup: {checkpoint} -> {url}")
+        copied.add(save)
+    for save in () if problem else copied - local.keys():
+        if is_own(0):
+            bucket.rm(save, recursive=True)
+        copied.remove(save)
+    return problem
+
+
+def watch(url: str, run: Path, pid: int) -> None:
+    """Copy until a process has ended, and once more. Print problems, which never end the run."""
+    copied, wait, problem, times = set(), WAIT_SECONDS, "", 0
+    is_running = True
+    while is_running:
+        with suppress(psutil.Error):
+            psutil.Process(pid).wait(wait)
+        is_running = psutil.pid_exists(pid)
+        before, problem = problem, ""
+        try:
+            lacks = copy(url, run, copied)
+            problem = "" if is_running else lacks
+        except Exception as error:  # Each backend has its own.
+            lacks = problem = describe(error)
+        wait = min(2 * wait, MAX_WAIT_SECONDS) if lacks else WAIT_SECONDS
+        # Printed the second time, because a checkpoint may be removed while it is read.
+        times = times + 1 if problem == before else 0
+        if problem and (times == 1 or not is_running):
+            then = "it is tried again" if is_running else "repeat it without --pid"
+            print(f"WARNING: backup to {url}: {problem}; {ADVICE}; {then}")
+
+
+def fetch(url: str, run: Path) -> None:
+    """Bring the newest complete save to output_dir: this node's shards, or all if the number of
+    ranks has changed. Do nothing if they, or a newer checkpoint, are there.
+    """
+    bucket = open_bucket(url)
+    complete = bucket.glob(f"step_*/{COMPLETE}")
+    if not complete:
+        print(f"backup: {url} has no complete checkpoint")
+        return
+    save = Path(max(complete)).parent.name
+    target = checkpoints_folder(run) / Path(save).stem
+    draft = temporary_name(target)
+
+    def download(*names: str) -> None:
+        # Texts, because in a Path a name that begins with / would leave the draft.
+        bucket.get([f"{save}/{name}" for name in names], [f"{draft}/{name}" for name in names])
+
+    try:
+        download(MANIFEST)
+        files = read_manifest(draft).files
+        is_same_world = int(rank_variables()["WORLD_SIZE"]) == sum(map(is_shard, files))
+        own = {
+            name: entry
+            for number, (name, entry) in enumerate(files.items())
+            if (is_own(number) or not (is_shard(name) and is_same_world)) and ".." not in name
+        }
+        for path in list_complete(target.parent):
+            save_id, problems = inspect(path)
+            is_here = save_id == f".{save}.tmp" and not problems.keys() & own.keys()
+            if path >= target and (is_here or not problems):
+                return
+        beside = BESIDE if is_own(0) else ()
+        download(*own, COMPLETE, *beside)
+        for name, problem in find_problems(draft, own, checksums=True).items():
+            raise OSError(f"{save}/{name} {problem}")
+        sync_tree(draft)
+        for name in beside:
+            if not (run / name).exists():
+                os.replace(draft / name, run / name)
+        for name in (*own, MANIFEST, COMPLETE):  # A node that shares the disk may be first.
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(draft / name, target / name)
+    finally:
+        remove(draft)
+    print(f"backup: {url} -> {target}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--to", required=True, metavar="URL", help="folder of this run: s3://, gs:// or hf://")
+    add("--pid", type=int, metavar="PID", help="process of the run, as in `tail --pid`")
+    add("--fetch", action="store_true", help="bring the newest checkpoint to output_dir")
+    args, rest = parser.parse_known_args()
+    run = Path(parse_command_line(rest, "scripts/backup.py").config.output_dir)
+    if args.pid:
+        for number in IGNORED:
+            signal.signal(number, signal.SIG_IGN)
+        return watch(args.to, run, args.pid)
+    try:
+        if args.fetch:
+            fetch(args.to, run)
+        elif problem := copy(args.to, run, set()):
+            raise OSError(problem)
+    except Exception as error:  # Each backend has its own.
+        text = f"--to {args.to}: {describe(error)}; {ADVICE}"
+        if args.fetch and list_complete(checkpoints_folder(run)):
+            print(f"WARNING: {text}; the run resumes from what output_dir has")
+            return
+        is_mistake = isinstance(error, ImportError)
+        raise (UserError if is_mistake else EnvironmentFailure)(text) from error
+
+
+if __name__ == "__main__":
+    exit_on_error(main)
