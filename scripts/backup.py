@@ -5,22 +5,23 @@
 
 The first command uploads each complete checkpoint of output_dir that the bucket lacks. With --pid
 it looks for new ones as long as the process PID runs, and once more after that. Meanwhile it
-ignores signals to stop, because a scheduler sends them to all processes of a job, whose ranks then
-save. A failure is one line and never ends the run. The next try comes after 2 s, 4 s ... 5 minutes,
-and reads the credentials anew: fsspec's backends know the environment, their own files and the
-machine's role. Any flag of train.py may follow.
+ignores signals to stop: a scheduler sends them to all processes of a job, whose ranks then save. A
+failure never ends the run. It is one line, and the next try comes after 4 s, 8 s ... 5 minutes. A
+try reads the credentials anew, where the storage's own tools find them. Any flag of train.py may
+follow.
 
-    RUN/metrics.jsonl, RUN/resolved_*                   as they were at the last upload
-    RUN/checkpoints/step_00001000.ID/shards/...         a folder for each save
-    RUN/checkpoints/step_00001000.ID/COMPLETE           last, when the files of all nodes are there
+    RUN/step_00001000.ID/           one folder for each save
+      shards/ ...                   the checkpoint's files, each from one node
+      metrics.jsonl, resolved_...   from the run folder
+      COMPLETE                      last, when the files of all nodes are there
 
-Each node of a job uploads a share of the files, with its own ranks' shards. The variables RANK,
-WORLD_SIZE and LOCAL_WORLD_SIZE say which ranks it has. Checkpoints that the run removes meanwhile
-are removed from the bucket too, once all others are complete there.
+The variables RANK, WORLD_SIZE and LOCAL_WORLD_SIZE tell which share of the files a node uploads; it
+has the shards of the node's own ranks. Without them, the node is the only one. A checkpoint that
+the run removes meanwhile is removed from the bucket once all others are complete there.
 
 --fetch takes the newest complete save, unless output_dir has it or a newer one. A node takes its
-own ranks' shards, or all if the number of ranks has changed. They appear in output_dir after sizes
-and checksums were compared.
+own ranks' shards, or all shards if the number of ranks has changed. The checkpoint appears in
+output_dir after its sizes and checksums were compared.
 """
 
 import argparse
@@ -58,7 +59,7 @@ from zerotrain.runtime.rank_env import rank_variables
 WAIT_SECONDS = 2.0
 MAX_WAIT_SECONDS = 300.0
 IGNORED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-ADVICE = "check bucket and credentials; for s3:// `pip install s3fs`, for gs:// `pip install gcsfs`"
+ADVICE = "check that the bucket exists and the credentials are valid"
 BESIDE = (METRICS, RESOLVED_CONFIG, RESOLVED_DS_CONFIG)
 """Files of the run folder that a resumed run continues, or `export --verify` reads."""
 
@@ -216,12 +217,13 @@ def main() -> None:
         elif problem := copy(args.to, run, set()):
             raise OSError(problem)
     except Exception as error:  # Each backend has its own.
-        text = f"--to {args.to}: {describe(error)}; {ADVICE}"
+        lacks_package = isinstance(error, ImportError)
+        advice = "pip install s3fs, or gcsfs for gs://" if lacks_package else ADVICE
+        text = f"--to {args.to}: {describe(error)}; {advice}"
         if args.fetch and list_complete(checkpoints_folder(run)):
             print(f"WARNING: {text}; the run resumes from what output_dir has")
             return
-        is_mistake = isinstance(error, ImportError)
-        raise (UserError if is_mistake else EnvironmentFailure)(text) from error
+        raise (UserError if lacks_package else EnvironmentFailure)(text) from error
 
 
 if __name__ == "__main__":
