@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
@@ -27,18 +26,16 @@ from zerotrain.tools.saved import checkpoint_problem
 
 BACKUP = "scripts.backup"
 URL = "s3://bucket/run"
-EXPIRED = b"<Error><Code>ExpiredToken</Code><Message>The token has expired.</Message></Error>"
 
 
 class Server:
-    """moto's S3 server. While `expired`, it refuses. Requests with `held` in their path wait."""
+    """moto's S3 server with a bucket. Tests may replace `answer`, the WSGI application."""
 
     def __init__(self):
-        self.s3 = DomainDispatcherApplication(create_backend_app)
-        self.expired, self.held, self.is_holding = False, "nothing", False
-        self.server = make_server("127.0.0.1", 0, self.answer, threaded=True)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-        address = f"http://127.0.0.1:{self.server.port}"
+        self.moto = self.answer = DomainDispatcherApplication(create_backend_app)
+        server = make_server("127.0.0.1", 0, lambda *call: self.answer(*call), threaded=True)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.port}"
         self.variables = {
             "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "s3cret",
             "AWS_ENDPOINT_URL": address,
@@ -46,39 +43,30 @@ class Server:
         self.files = S3FileSystem(
             key="key", secret="s3cret", endpoint_url=address, use_listings_cache=False
         )
-
-    def answer(self, request, start_response):
-        while self.held in request["PATH_INFO"]:
-            self.is_holding = True
-            time.sleep(0.01)
-        if self.expired:
-            start_response("400 Bad Request", [("Content-Type", "application/xml")])
-            return [EXPIRED]
-        return self.s3(request, start_response)
+        self.files.mkdir("bucket")
+        self.stop = server.shutdown
 
     def complete(self):
-        return [
-            path.split("/")[2].split(".")[0] for path in self.files.glob("bucket/run/*/COMPLETE")
-        ]
+        """The names of the checkpoints that are complete in the bucket."""
+        return [path.split("/")[2][:13] for path in self.files.glob("bucket/run/*/COMPLETE")]
 
-    def node(self, first, ranks, world=3):
+    def node(self, first, ranks, world):
         """The variables of a node with these ranks."""
         node = {"RANK": first, "LOCAL_WORLD_SIZE": ranks, "WORLD_SIZE": world}
         return self.variables | {name: str(value) for name, value in node.items()}
 
 
-@pytest.fixture(scope="module")
-def server():
-    server = Server()
-    yield server
-    server.server.shutdown()
+def expired(request, start_response):
+    """Answer as S3 does when a credential has expired."""
+    start_response("400 Bad Request", [("Content-Type", "application/xml")])
+    return [b"<Error><Code>ExpiredToken</Code><Message>The token has expired.</Message></Error>"]
 
 
 @pytest.fixture
-def s3(server):
-    server.files.mkdir("bucket")
+def s3():
+    server = Server()
     yield server
-    server.files.rm("bucket", recursive=True)
+    server.stop()
 
 
 def test_a_run_on_a_new_disk_continues_from_the_bucket(forks, tiny_config, tmp_path, s3):
@@ -102,15 +90,15 @@ def test_a_run_on_a_new_disk_continues_from_the_bucket(forks, tiny_config, tmp_p
 
     job = start()
     wait_until(lambda: len(logged(run)) > 4, job, log)
-    s3.expired = True
+    s3.answer = expired
     job.terminate()
     assert job.wait(600) == 75, log.read_text()
     assert "WARNING: backup" in log.read_text() and "The token has expired" in log.read_text()
-    s3.expired = False
+    s3.answer = s3.moto
     forks.script(BACKUP, "--to", URL, "--config", config, code=0, **s3.variables)
     saved = [path.name for path in checkpoints(run)]
     assert s3.complete() == saved
-    before = read_state(checkpoints(run)[-1]).progress
+    wandb_id = read_state(checkpoints(run)[-1]).progress.wandb_id
 
     shutil.rmtree(run)
     job = start()
@@ -118,55 +106,63 @@ def test_a_run_on_a_new_disk_continues_from_the_bucket(forks, tiny_config, tmp_p
     output = log.read_text()
     assert f"resuming from {run}/checkpoints/{saved[-1]}" in output and "s3cret" not in output
     assert determined(run) == determined(tmp_path / "whole")
-    after = read_state(checkpoints(run)[-1]).progress
-    assert after.wandb_id == before.wandb_id
+    assert read_state(checkpoints(run)[-1]).progress.wandb_id == wandb_id
     assert {path.name for path in checkpoints(run)} <= {*s3.complete()}
 
 
 def test_nodes_copy_and_fetch_their_shares(forks, tiny_config, tmp_path, s3):
-    """Nodes with disks of their own upload parts. A killed upload leaves nothing that counts."""
+    """Nodes with disks of their own upload parts. A killed upload leaves nothing that counts. While
+    the bucket is gone, the copy waits for it.
+    """
     config = tiny_config(train__steps=6, checkpoint={"every_steps": 2, "keep_last": 9})
-    forks.finish(config, "--output_dir", tmp_path / "whole", ranks=3)
-    options = ("--config", config, "--to", URL, "--output_dir")
-    disks = tmp_path / "disk_1", tmp_path / "disk_2"
-    for disk, others in zip(disks, ("rank_00002.pt", "rank_0000[01].pt"), strict=True):
-        shutil.copytree(tmp_path / "whole", disk)
+    whole, first, second, new, empty = (tmp_path / name for name in ("abcde"))
+    forks.finish(config, "--output_dir", whole, ranks=3)
+    nodes = s3.node(0, 2, 3), s3.node(2, 1, 3)
+    copy = (BACKUP, "--config", config, "--to", URL, "--output_dir")
+    fetch = (BACKUP, "--fetch", *copy[1:])
+    for disk, others in ((first, "rank_00002.pt"), (second, "rank_0000[01].pt")):
+        shutil.copytree(whole, disk)
         shutil.rmtree(checkpoints(disk)[-1])
         for shard in disk.glob(f"checkpoints/*/shards/{others}"):
             shard.unlink()
-    nodes, alone = (s3.node(0, 2), s3.node(2, 1)), s3.node(0, 1, 1)
-
-    lacking = forks.script(BACKUP, *options, disks[0], **nodes[0], code=1)
+    lacking = forks.script(*copy, first, **nodes[0], code=1)
     assert "lacks shards/rank_00002.pt" in lacking.error
-    s3.held = "rank_00002"
-    upload = forks.start(*options[1:], disks[1], module=BACKUP, **nodes[1])
-    upload.until(lambda: s3.is_holding)
+    held = threading.Event()
+
+    def hold(request, start_response):
+        if "rank_00002" in request["PATH_INFO"]:
+            held.set()
+            threading.Event().wait()
+        return s3.moto(request, start_response)
+
+    s3.answer = hold
+    upload = forks.start(*copy[2:], second, module=BACKUP, **nodes[1])
+    upload.until(held.is_set)
     upload.kill(0)
     upload.wait()
-    s3.held = "nothing"
+    s3.answer = s3.moto
     assert s3.complete() == []
-    forks.script(BACKUP, *options, disks[1], **nodes[1], code=0)
+    forks.script(*copy, second, **nodes[1], code=0)
     assert s3.complete() == ["step_00000002", "step_00000004"]
 
-    new, other, empty = (tmp_path / name for name in ("new", "other", "empty"))
-    fetch = (BACKUP, "--fetch", *options)
     for node, shards in zip(nodes, (2, 3), strict=True):
         forks.script(*fetch, new, **node, code=0)
         assert len([*new.glob("checkpoints/step_00000004/shards/*")]) == shards
-    assert forks.script(*fetch, new, **nodes[0], code=0).output == ""
+    assert forks.script(*fetch, new, **nodes[0], code=0).output == "", "nothing left to do"
     forks.finish(config, "--output_dir", new, ranks=3)
-    assert determined(new) == determined(tmp_path / "whole")
-    forks.script(*fetch, other, code=0, **alone)
-    assert checkpoint_problem(*checkpoints(other)) is None, "one rank takes all shards"
+    assert determined(new) == determined(whole)
+    forks.script(*fetch, empty, **s3.node(0, 1, 1), code=0)
+    assert checkpoint_problem(*checkpoints(empty)) is None, "one rank takes all shards"
 
     s3.files.rm("bucket", recursive=True)
-    assert "bucket does not exist" in forks.script(*fetch, empty, code=1, **alone).error
-    assert "gcsfs" in forks.script(*fetch, empty, "--to", "gs://b/run", code=2).error
-    assert "WARNING" in forks.script(*fetch, other, code=0, **alone).output
+    assert "WARNING" in forks.script(*fetch, empty, **s3.variables, code=0).output
+    shutil.rmtree(empty)
+    assert "does not exist" in forks.script(*fetch, empty, **s3.variables, code=1).error
+    assert "gcsfs" in forks.script(*fetch, empty, "--to", "gs://bucket/run", code=2).error
     with subprocess.Popen(["sleep", "1000"]) as run:
-        watch = forks.start(*options[1:], new, "--pid", run.pid, module=BACKUP, **s3.node(0, 3))
+        watch = forks.start(*copy[2:], new, "--pid", run.pid, module=BACKUP, **s3.node(0, 3, 3))
         watch.until(lambda: "WARNING" in watch.log.read_text())
-        watch.kill(0, signal.SIGTERM)
+        watch.kill(0, signal.SIGTERM)  # as a scheduler does
         s3.files.mkdir("bucket")
         watch.until(lambda: len(s3.complete()) == 3)
         shutil.rmtree(checkpoints(new)[0])
