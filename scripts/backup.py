@@ -162,8 +162,13 @@ def fetch(url: str, run: Path) -> None:
     draft = temporary_name(target)
 
     def download(*names: str) -> None:
-        # Texts, because in a Path a name that begins with / would leave the draft.
-        bucket.get([f"{save}/{name}" for name in names], [f"{draft}/{name}" for name in names])
+        # Texts, because in a Path a name that begins with / would leave the draft. One file at a
+        # time, because s3fs holds 500 MB of each.
+        bucket.get(
+            [f"{save}/{name}" for name in names],
+            [f"{draft}/{name}" for name in names],
+            batch_size=1,
+        )
 
     try:
         download(MANIFEST)

@@ -160,12 +160,16 @@ def test_nodes_copy_and_fetch_their_shares(forks, tiny_config, tmp_path, s3):
     assert "does not exist" in forks.script(*fetch, empty, **s3.variables, code=1).error
     assert "gcsfs" in forks.script(*fetch, empty, "--to", "gs://bucket/run", code=2).error
     with subprocess.Popen(["sleep", "1000"]) as run:
-        watch = forks.start(*copy[2:], new, "--pid", run.pid, module=BACKUP, **s3.node(0, 3, 3))
-        watch.until(lambda: "WARNING" in watch.log.read_text())
+        watch = forks.start(*copy[2:], whole, "--pid", run.pid, module=BACKUP, **s3.node(0, 3, 3))
+
+        def until(happened):
+            wait_until(happened, watch, watch.log, interval=0.3)
+
+        until(lambda: "WARNING" in watch.log.read_text())
         watch.kill(0, signal.SIGTERM)  # as a scheduler does
         s3.files.mkdir("bucket")
-        watch.until(lambda: len(s3.complete()) == 3)
-        shutil.rmtree(checkpoints(new)[0])
-        watch.until(lambda: s3.complete() == ["step_00000004", "step_00000006"])
+        until(lambda: len(s3.complete()) == 3)
+        shutil.rmtree(checkpoints(whole)[0])
+        until(lambda: s3.complete() == ["step_00000004", "step_00000006"])
         run.kill()
     watch.wait(code=0)
