@@ -110,12 +110,12 @@ def test_a_run_on_a_new_disk_continues_from_the_bucket(forks, tiny_config, tmp_p
     assert {path.name for path in checkpoints(run)} <= {*s3.complete()}
 
 
-def test_nodes_copy_and_fetch_their_shares(forks, tiny_config, tmp_path, s3):
+def test_nodes_copy_and_fetch_their_shares(forks, tiny_config, tmp_path, s3, left_running):
     """Nodes with disks of their own upload parts. A killed upload leaves nothing that counts. While
     the bucket is gone, the copy waits for it.
     """
     config = tiny_config(train__steps=6, checkpoint={"every_steps": 2, "keep_last": 9})
-    whole, first, second, new, empty = (tmp_path / name for name in ("abcde"))
+    whole, first, second, new, empty = (tmp_path / name for name in "abcde")
     forks.finish(config, "--output_dir", whole, ranks=3)
     nodes = s3.node(0, 2, 3), s3.node(2, 1, 3)
     copy = (BACKUP, "--config", config, "--to", URL, "--output_dir")
@@ -159,17 +159,18 @@ def test_nodes_copy_and_fetch_their_shares(forks, tiny_config, tmp_path, s3):
     shutil.rmtree(empty)
     assert "does not exist" in forks.script(*fetch, empty, **s3.variables, code=1).error
     assert "gcsfs" in forks.script(*fetch, empty, "--to", "gs://bucket/run", code=2).error
-    with subprocess.Popen(["sleep", "1000"]) as run:
-        watch = forks.start(*copy[2:], whole, "--pid", run.pid, module=BACKUP, **s3.node(0, 3, 3))
+    run = subprocess.Popen(["sleep", "1000"])
+    watch = forks.start(*copy[2:], whole, "--pid", run.pid, module=BACKUP, **s3.node(0, 3, 3))
 
-        def until(happened):
-            wait_until(happened, watch, watch.log, interval=0.3)
+    def until(happened):
+        wait_until(happened, watch, watch.log, interval=0.3)
 
-        until(lambda: "WARNING" in watch.log.read_text())
-        watch.kill(0, signal.SIGTERM)  # as a scheduler does
-        s3.files.mkdir("bucket")
-        until(lambda: len(s3.complete()) == 3)
-        shutil.rmtree(checkpoints(whole)[0])
-        until(lambda: s3.complete() == ["step_00000004", "step_00000006"])
-        run.kill()
+    until(lambda: "WARNING" in watch.log.read_text())
+    watch.kill(0, signal.SIGTERM)  # as a scheduler does
+    s3.files.mkdir("bucket")
+    until(lambda: len(s3.complete()) == 3)
+    shutil.rmtree(checkpoints(whole)[0])
+    until(lambda: s3.complete() == ["step_00000004", "step_00000006"])
+    run.kill()
+    run.wait()
     watch.wait(code=0)
