@@ -312,10 +312,11 @@ def train_step(
         limit: the gradient norm above which the update is skipped.
 
     Returns:
-        The step's values: loss, in nats per supervised token of the global batch; grad_norm, before
-        clipping; update_skipped, which is also true while fp16 looks for its loss scale; and
-        router_loss of mixtures of experts, without its coefficient. And the losses of this rank's
-        micro-steps, float64 [2, micro-steps].
+        The step's values: loss, in nats per supervised token of the global batch; source_loss/NAME,
+        the same of each source, if there are several; grad_norm, before clipping; update_skipped,
+        which is also true while fp16 looks for its loss scale; and router_loss of mixtures of
+        experts, without its coefficient. And the losses of this rank's micro-steps, float64
+        [2, micro-steps].
     """
     engine = run.engine
     loss_sum = run.loss
@@ -325,6 +326,8 @@ def train_step(
     router_scale = loss_sum.router_coefficient * ranks.replicas / batch.plan.tokens
     # Cross entropy and router loss of each micro-step, on the device: no micro-step waits for them.
     losses = torch.zeros(2, len(batch.micro_batches), dtype=torch.float64, device=ranks.device)
+    names = run.plan.source_names
+    loss_sum.by_source = losses.new_zeros(len(names), 2)
     for i, micro_batch in enumerate(batch.micro_batches):
         is_last = i == len(batch.micro_batches) - 1
         # DeepSpeed cannot count: the number of micro-steps differs between steps.
@@ -338,12 +341,16 @@ def train_step(
     # Calls engine.step(), which clips, updates and zeroes the gradients.
     grad_norm, is_applied = apply_update(engine, run.config.train.gradient_clipping, limit)
     # The ranks of a tensor-parallel group have the same losses.
-    totals = (ranks.sum(losses.sum(1)) / ranks.tensor).tolist()
+    sums = torch.cat([losses.sum(1), loss_sum.by_source.flatten()])
+    totals = (ranks.sum(sums) / ranks.tensor).tolist()
     mean_loss = totals[0] / batch.plan.supervised_tokens
     timer.mark("optimizer")
     values = {"loss": mean_loss, "grad_norm": grad_norm, "update_skipped": not is_applied}
     if loss_sum.router_coefficient:
         values["router_loss"] = totals[1] / batch.plan.tokens
+    for name, total, count in zip(names, totals[2::2], totals[3::2], strict=True):
+        if count and len(names) > 1:  # a step may have no row of a source
+            values[f"source_loss/{name}"] = total / count
     return values, losses
 
 

@@ -42,6 +42,7 @@ def write_run(folder, steps, hostile=""):
             records.append({**start, "step": step - 1, "world_size": 4})
         records.append({
             "kind": "train", "step": step, "loss": 5 / step**0.3 + step % 2, "lr": 1e-4,
+            "source_loss/math": 4.0, "source_loss/chat": 6.0,
             "grad_norm": 1.0 + step % 7, "tokens_per_s": 8000.0, "mfu": 0.4,
             "padding_efficiency": 0.95, "step_seconds": 0.5, "data_seconds": 0.00025,
             "forward_seconds": 0.15, "backward_seconds": 0.25, "memory_peak_gib": 64.0,
@@ -79,7 +80,8 @@ def test_a_run_is_drawn_with_all_that_it_has_recorded(draw, tmp_path, capsys):
     first, *folded = page.split("<details")
     for text in (
         "200 steps on 4 ranks", "held out: 3.000", "<b>0:01:40</b><br>time", "<b>1</b><br>restarts",
-        "<b>3</b><br>incidents", "<b>8,000</b><br>tokens/s", "Learning rate",
+        "<b>3</b><br>incidents", "<b>8,000</b><br>tokens/s", "Learning rate", "of each source",
+        '"name":"math"',
         "Gradient norm",
     ):  # fmt: skip
         assert text in first, text

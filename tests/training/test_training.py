@@ -4,6 +4,7 @@ pytest tests/training/test_training.py"""
 import json
 import shutil
 import signal
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from harness.runs import (
 from transformers import AutoModelForCausalLM
 
 from zerotrain.data.caches import open_caches
+from zerotrain.tools.open_plans import open_plans
 from zerotrain.tools.plain_loop import mean_loss, read_rows
 
 
@@ -48,8 +50,8 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("name, ranks, budget, batching, recompute", LAYOUTS)
 def test_equals_a_plain_loop(
-    forks, tiny_config, tmp_path, chat_rows, plain_once, name, ranks, budget, batching,
-    recompute,
+    forks, tiny_config, tmp_path, chat_rows, sample_tokenizer, plain_once, name, ranks, budget,
+    batching, recompute,
 ):  # fmt: skip
     """DeepSpeed's CPU Adam is used if g++ can compile it (10 s, once), otherwise torch's. The
     held-out set takes several steps.
@@ -62,6 +64,10 @@ def test_equals_a_plain_loop(
     config = tiny_config(
         data__micro_batch_tokens=budget, data__batching=batching,
         model__activation_checkpointing=recompute, ds_config=ds_config,
+        data__train_sources=[
+            write_rows(tmp_path / "math.jsonl", chat_rows[:40]),
+            write_rows(tmp_path / "chat.jsonl", chat_rows[40:]),
+        ],
         data__eval_sources=[write_rows(tmp_path / "three_steps.jsonl", chat_rows[:30])],
         eval__every_steps=100, eval__generate=3, eval__max_new_tokens=4,
     )  # fmt: skip
@@ -78,6 +84,23 @@ def test_equals_a_plain_loop(
         assert all(step["padding_efficiency"] == 1 for step in steps)
     np.testing.assert_allclose([s["lr"] for s in steps], plain.learning_rates, rtol=1e-9)
     assert_same_weights(export(tmp_path / "run", tmp_path / "hf"), plain)
+    assert_source_losses(steps, read_config(config), sample_tokenizer)
+
+
+def assert_source_losses(steps, config, tokenizer):
+    """Each source's loss is right in the first step, and their mean over tokens in every step."""
+    plan = open_plans(config, 1)[-2]
+    rows = read_rows(plan.data)
+    model = AutoModelForCausalLM.from_pretrained(config.model.name_or_path)
+    for k, step in enumerate(steps):
+        chosen = np.concatenate([*chain(*plan.step(k).micro_batches)])
+        parts = [[rows[i] for i in chosen if (i >= 40) == source] for source in (False, True)]
+        found = [step["source_loss/math"], step["source_loss/chat"]]
+        weights = [sum(mask.sum().item() for _, mask in part) for part in parts]
+        assert np.average(found, weights=weights) == pytest.approx(step["loss"], rel=1e-6)
+        if k == 0:
+            expected = [mean_loss(model, part) for part in parts]
+            np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -90,6 +90,12 @@ class TokenizedRows:
         """int32 [examples], the number of tokens that carry loss."""
         return self.column("supervised")
 
+    @cached_property
+    def sources(self) -> np.ndarray:
+        """int64 [examples], the number of the source, from 0."""
+        counts = self.meta.source_examples
+        return np.repeat(np.arange(len(counts)), counts)
+
     def __len__(self) -> int:
         return len(self.lengths)
 

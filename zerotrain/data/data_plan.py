@@ -4,7 +4,9 @@ If the global batch of a run changes, the rest of its epoch is split into steps 
 epoch still has every example the same number of times.
 """
 
+import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 from pydantic import NonNegativeInt, PositiveInt
@@ -68,6 +70,15 @@ class DataPlan:
     def mean_examples(self) -> float:
         """Mean examples per step."""
         return self.order.places / self.steps_per_epoch
+
+    @property
+    def source_names(self) -> list[str]:
+        """Names of the sources in metrics: the last part of their paths, unless two have the same."""
+        names = self.data.meta.sources
+        short = [Path(name.partition("*")[0]).stem for name in names]
+        if len({*short}) == len(names):
+            names = short
+        return [re.sub(r"[^\w.-]+", "_", name) for name in names]
 
     @property
     def step_shift(self) -> int:

@@ -38,7 +38,11 @@ MAX_SERIES = 50  # series per run
 MAX_KEY_LENGTH = 200  # characters in the name of a series
 OF_RANK = (*MEASURED, "temperature_celsius", "sm_clock_mhz", "power_watts")
 MAX_VALUES = 1 << 25  # values of all series of a run; they take 512 MiB
-FIRST_CHARTS = {"Learning rate": ("lr",), "Gradient norm, before clipping": ("grad_norm",)}
+FIRST_CHARTS = {
+    "Training loss of each source, nats per token": ("source_loss",),
+    "Learning rate": ("lr",),
+    "Gradient norm, before clipping": ("grad_norm",),
+}
 OTHER_CHARTS = {
     "Tokens/s of all ranks, without padding": ("tokens_per_s",),
     "Share of the GPUs' peak (MFU)": ("mfu",),

@@ -81,6 +81,10 @@ class SupervisedLoss:
         """
         self.router_coefficient = _router_coefficient(model)
         """Coefficient of the router loss in the training loss."""
+        self.by_source: torch.Tensor | None = None
+        """float64 [sources, 2]. If it is set, the cross entropy and the number of the targets of
+        each source are added to it.
+        """
         self._model = model
         self._head = model.get_output_embeddings()
         self._sequence_group = sequence_group
@@ -105,7 +109,7 @@ class SupervisedLoss:
         problem = None
         if final.is_cuda:
             try:
-                self._sum_cross_entropy(final[0], ids[0].to(final.device))
+                self._sum_cross_entropy(final[0], ids[0].to(final.device), ids[0])
             except Exception as error:  # a compiler's errors have many types
                 self._backend = "torch"
                 problem = f"Triton needs gcc and Python's headers (python3-dev): {summarize(error)}"
@@ -146,7 +150,7 @@ class SupervisedLoss:
             at_head()
             loss, zeros = _ChunkedLoss.apply(
                 self._loss_of_chunk, chunk_size(logits.device.type, logits.shape[-1]),
-                batch.targets,
+                (batch.targets, batch.sources),
                 logits.detach(), *args[:1], *hidden, *weights,
             )  # fmt: skip
             losses.append(loss)
@@ -164,7 +168,7 @@ class SupervisedLoss:
         else:
             at_head()
             logits = out.logits.flatten(0, 1).index_select(0, batch.positions)
-            loss = self._sum_cross_entropy(logits, batch.targets)
+            loss = self._sum_cross_entropy(logits, batch.targets, batch.sources)
         router = getattr(out, "aux_loss", None)
         if self.router_coefficient == 0 or not isinstance(router, torch.Tensor):
             return MicroLoss(loss, torch.zeros_like(loss))
@@ -183,20 +187,29 @@ class SupervisedLoss:
             logits = logits if value is None else function(logits, value)
         return logits
 
-    def _loss_of_chunk(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def _loss_of_chunk(self, hidden: torch.Tensor, *of_targets: torch.Tensor) -> torch.Tensor:
         """Return the loss of some positions from the head's input, [positions, h]."""
         logits = self._finish(self._head.forward(hidden[None]))
-        return self._sum_cross_entropy(logits.squeeze(0), targets)
+        return self._sum_cross_entropy(logits.squeeze(0), *of_targets)
 
-    def _sum_cross_entropy(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the loss of logits [positions, V], in fp32.
+    def _sum_cross_entropy(
+        self, logits: torch.Tensor, targets: torch.Tensor, sources: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the loss of logits [positions, V], in fp32, and add it to `by_source`.
 
-        On CUDA a kernel reads the logits once in each direction. On CPU torch's own function takes
+        On CUDA a kernel reads the logits once in each direction. On CPU torch's own functions take
         0.6 of the time of DeepSpeed's.
         """
         if logits.is_cuda:
-            return chunked_cross_entropy(logits, targets, reduction="sum", backend=self._backend)
-        return F.cross_entropy(logits.float(), targets, reduction="sum")
+            each = chunked_cross_entropy(logits, targets, reduction="none", backend=self._backend)
+            total = each.sum()
+        else:
+            log_p = F.log_softmax(logits.float(), -1)
+            each, total = (F.nll_loss(log_p, targets, reduction=kind) for kind in ("none", "sum"))
+        if self.by_source is not None:
+            counted = torch.stack([each, torch.ones_like(each)], 1)
+            self.by_source.index_add_(0, sources, counted.detach().double())
+        return total
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -213,25 +226,25 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        loss_of: Callable[..., torch.Tensor],
         chunk_tokens: int,
-        targets: torch.Tensor,
+        of_targets: tuple[torch.Tensor, ...],
         logits: torch.Tensor,
         head_input: torch.Tensor,
         hidden: torch.Tensor,
         *weights: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         total = hidden.new_zeros((), dtype=torch.float32)
-        chunks = zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
+        chunks = zip(*(x.split(chunk_tokens) for x in (hidden, *of_targets)), strict=True)
         if not any(ctx.needs_input_grad):  # in an evaluation
             return total + sum(loss_of(*chunk) for chunk in chunks), torch.zeros_like(logits)
         of_hidden = []
         of_weights = [torch.zeros_like(w, dtype=torch.float32) for w in weights]
-        for part, its_targets in chunks:  # [chunk, h] and [chunk]
+        for part, *of_its_targets in chunks:  # [chunk, h] and [chunk]
             # Detached, so that the graph of a chunk, with its logits, is freed before the next.
             part = part.detach().requires_grad_()
             with torch.enable_grad():
-                loss = loss_of(part, its_targets)
+                loss = loss_of(part, *of_its_targets)
             of_part, *others = torch.autograd.grad(loss, (part, *weights), materialize_grads=True)
             total += loss.detach()
             of_hidden.append(of_part)
