@@ -9,7 +9,8 @@ What happens in a step:
 
 1. The plan assigns the step's examples to ranks and micro-steps (zerotrain/data/plan.py).
 2. Each rank runs forward and backward on its micro-batches. Each loss is scaled so that the
-   accumulated gradient is the gradient of the mean over the step's supervised tokens.
+   accumulated gradient is the gradient of the mean over the step's supervised tokens, weighted
+   if the rows have weights.
 3. DeepSpeed averages gradients over the ranks: under ZeRO 0 and 1 in the last micro-batch, under
    ZeRO 2 and 3 in each.
 4. The optimizer updates once. Under ZeRO 1 and 2 the ranks then gather the updated weights; under
@@ -303,7 +304,8 @@ def train_step(
     """Run forward, backward and update on this rank's share of the step.
 
     DeepSpeed averages gradients over W ranks; under tensor parallelism, over W groups of ranks that
-    share a micro-batch. The plan knows N, the step's supervised tokens over all ranks. Backward on
+    share a micro-batch. The plan knows N, the step's supervised tokens over all ranks, or the sum
+    of their weights. Backward on
     sum_CE * W / N in every micro-batch then gives exactly the gradient of the mean over tokens, for
     any W and any number of micro-steps. The router loss, one value per micro-batch, is averaged in
     the same way, weighted by tokens without padding.
@@ -322,12 +324,13 @@ def train_step(
     loss_sum = run.loss
     ranks = run.ranks
     timer = run.timer
-    scale = ranks.replicas / batch.plan.supervised_tokens
+    weight = float(batch.plan.weights.sum())
+    scale = ranks.replicas / weight
     router_scale = loss_sum.router_coefficient * ranks.replicas / batch.plan.tokens
     # Cross entropy and router loss of each micro-step, on the device: no micro-step waits for them.
     losses = torch.zeros(2, len(batch.micro_batches), dtype=torch.float64, device=ranks.device)
     names = run.plan.source_names
-    loss_sum.by_source = losses.new_zeros(len(names), 2)
+    loss_sum.by_source = losses.new_zeros(len(names))
     for i, micro_batch in enumerate(batch.micro_batches):
         is_last = i == len(batch.micro_batches) - 1
         # DeepSpeed cannot count: the number of micro-steps differs between steps.
@@ -341,16 +344,17 @@ def train_step(
     # Calls engine.step(), which clips, updates and zeroes the gradients.
     grad_norm, is_applied = apply_update(engine, run.config.train.gradient_clipping, limit)
     # The ranks of a tensor-parallel group have the same losses.
-    sums = torch.cat([losses.sum(1), loss_sum.by_source.flatten()])
+    sums = torch.cat([losses.sum(1), loss_sum.by_source])
+    loss_sum.by_source = None  # evaluations add nothing
     totals = (ranks.sum(sums) / ranks.tensor).tolist()
-    mean_loss = totals[0] / batch.plan.supervised_tokens
+    mean_loss = totals[0] / weight
     timer.mark("optimizer")
     values = {"loss": mean_loss, "grad_norm": grad_norm, "update_skipped": not is_applied}
     if loss_sum.router_coefficient:
         values["router_loss"] = totals[1] / batch.plan.tokens
-    for name, total, count in zip(names, totals[2::2], totals[3::2], strict=True):
-        if count and len(names) > 1:  # a step may have no row of a source
-            values[f"source_loss/{name}"] = total / count
+    for name, total, its_weight in zip(names, totals[2:], batch.plan.weights, strict=True):
+        if its_weight > 0 and len(names) > 1:  # a step may have no row of a source
+            values[f"source_loss/{name}"] = total / float(its_weight)
     return values, losses
 
 

@@ -112,13 +112,15 @@ def chat_rows():
 
 @pytest.fixture(scope="module")
 def plain_once(sample_tokenizer):
-    """Runs `plainly` for the first config of a module, and returns that result from then on."""
-    found = []
+    """Runs `plainly` for the first config of a module with a key, and returns that result from
+    then on.
+    """
+    found = {}
 
-    def run(config, *prepare):
-        if not found:
-            found.append(plainly(config, sample_tokenizer, *prepare))
-        return found[0]
+    def run(config, *prepare, key=None):
+        if key not in found:
+            found[key] = plainly(config, sample_tokenizer, *prepare)
+        return found[key]
 
     return run
 

@@ -71,6 +71,17 @@ def chat(*texts):
     return {"messages": [{"role": role, "content": text} for role, text in turns]}
 
 
+def weighted(rows):
+    """Copies of chats, most with a weight for the row and one for its last message."""
+    return [
+        {
+            "weight": 1 - i % 2 / 3,
+            "messages": [*row["messages"][:-1], {**row["messages"][-1], "weight": 1 / (1 + i % 3)}],
+        }
+        for i, row in enumerate(rows)
+    ]
+
+
 def mix_of_formats(tmp_path, chat_rows):
     """Write files of five row formats, and return their paths."""
     chats = [{"id": f"row {i}", **row} for i, row in enumerate(chat_rows[:9])]

@@ -15,6 +15,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import yaml
@@ -125,7 +126,7 @@ answers to chats: {prompt: [*user], chosen: [*good], rejected: [*bad]}
 a pair of Alpaca: {instruction: p, input: "", chosen: good, rejected: bad}
 a pair of ms-swift: {messages: *chat, rejected_response: bad}
 spans: {messages: [*user, {<<: *bad, train_detail: [{train: false}]}, *user, *good]}
-weights: {messages: [*user, {<<: *bad, loss: 0.5}, *user, {<<: *good, loss: 1}]}
+weights: {messages: [*user, {<<: *bad, loss: 1.5}, *user, {<<: *good, loss: 1}]}
 a user's weight: {messages: [{<<: *user, train: true}, *good, *user, {<<: *bad, train: 0}]}
 """)
 CURES = {  # the file as it is, and the answers that are left after the command of the message
@@ -222,7 +223,9 @@ def tokens(tmp_path, monkeypatch):
     """A cache that the program in data/README.md has written."""
     monkeypatch.chdir(tmp_path)
     page = (REPO / "data" / "README.md").read_text()
-    exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], {})
+    program, columns = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(program, {})
+    exec(program.replace('"tokens")', '"weighted")').replace("with pa", columns + "with pa"), {})
     return tmp_path / "tokens"
 
 
@@ -231,6 +234,9 @@ def test_a_cache_of_another_program_is_a_source(tmp_path, build, tokens, sample_
     assert [ids.tolist() for ids, _ in rows.fetch([1, 0])] == [[74, 75, 76, 0], [72, 73, 0]]
     named = "tokens: it has ... allowed are 2 to data.max_length (3)"
     refused(named, lambda length: build([], train_sources=["tokens"], max_length=length), 3, 4)
+    weighted = build([], train_sources=["weighted"])
+    assert weights_of(weighted) == [[[0.5, 1]], [[0.25, 0.25]]]
+    assert weighted.weight.tolist() == [1.5, 0.5]
     # made of two sources, and then the one source of a run
     several = data_config(tmp_path, [SHORT], train_sources=[
         str(write_rows(tmp_path / f"{i}.jsonl", [SHORT] * i)) for i in (1, 2)
@@ -248,6 +254,10 @@ def test_a_cache_of_another_program_is_a_source(tmp_path, build, tokens, sample_
 @pytest.mark.parametrize(
     "column, values",
     [
+        ("weights", [[0.5, 1.0], [0.25]]),
+        ("weights", [[0.5, 1.0], [0.25, None]]),
+        ("weights", [[0.5, 1.5], [0.25, 0.25]]),
+        ("weight", [1.5, 0.25]),
         ("input_ids", [[72, 73, 0], [74, 75, 76, 296]]),
         ("input_ids", [[72, None, 0], [74, 75, 76, 0]]),
         ("loss_mask", [[False, True, True], [True, False, True, False]]),
@@ -258,15 +268,61 @@ def test_a_cache_of_another_program_is_a_source(tmp_path, build, tokens, sample_
 def test_examples_that_cannot_be_trained_on_are_refused(
     build, tokens, sample_tokenizer, column, values
 ):
+    if column.startswith("weight"):
+        tokens = tokens.with_name("weighted")
     with pa.OSFile(str(tokens / "examples.arrow")) as file:
         table = pa.ipc.open_stream(file).read_all()
     field = table.schema.get_field_index(column)
     table = table.set_column(field, column, pa.array(values, table.schema.field(column).type))
     with pa.ipc.new_stream(str(tokens / "examples.arrow"), table.schema) as stream:
         stream.write_table(table)
-    read = partial(build, [], train_sources=["tokens"])
-    if "use the tokenizer that made it" in refused("tokens: ", read, sample_tokenizer):
+    read = partial(build, [], train_sources=[tokens.name])
+    if "use the tokenizer that made it" in refused(f"{tokens.name}: ", read, sample_tokenizer):
         read(tokenizer_with(sample_tokenizer, None))
+
+
+def weights_of(data):
+    return [data.of_targets(np.array([i]))[1:].tolist() for i in range(len(data))]
+
+
+CHAT = [
+    {"role": "user", "content": "p"}, {"role": "assistant", "content": "a", "weight": 0.5},
+    {"role": "user", "content": "p"}, {"role": "assistant", "content": "a"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("supervise", ["answers", "last", "all"])
+def test_weights_of_source_row_and_message_are_multiplied(tmp_path, build, supervise):
+    chats = write_rows(tmp_path / "chats.jsonl", [{"messages": CHAT, "weight": 0.5}])
+    sources = [Source(str(tmp_path / "rows.jsonl")), Source(str(chats), loss_weight=0.5)]
+    data = build([SHORT, SHORT | {"weight": 0.25}], train_sources=sources, supervise=supervise)
+    whole, quarter, [chat] = weights_of(data)
+    assert {*whole[0]} == {1} and {*quarter[0]} == {0.25}
+    assert data.weight.tolist() == [sum(each[0]) for each in (whole, quarter, [chat])]
+    assert data.sources.tolist() == [0, 0, 1]
+    at = [chat.count(0.125), chat.count(0.25)]
+    # each answer is its text and an end token
+    assert at == {"answers": [2, 2], "last": [0, 2], "all": [2, len(chat) - 2]}[supervise]
+    assert sum(at) == len(chat)
+
+
+def test_a_cache_without_weights_has_no_columns_for_them(tmp_path, build):
+    config = [Source(str(tmp_path / "rows.jsonl"), loss_weight=0.3)]
+    one = build([SHORT, SHORT | {"weight": 1}])
+    weighted = build([SHORT, SHORT | {"weight": 1}], train_sources=config)
+    assert not one.is_weighted and weighted.is_weighted
+    assert one.weight.tolist() == one.supervised.tolist()
+    assert one.meta.content != weighted.meta.content
+
+
+@pytest.mark.parametrize("weight", [0, -0.5, 1.5, "0.5", [1], False])
+def test_impossible_weights_are_bad_rows(build, weight):
+    refused("rows.jsonl:1: weight is", build, [SHORT | {"weight": weight}], [SHORT])
+    if weight:
+        turn = [*CHAT[:3], CHAT[3] | {"weight": weight}]
+        refused("rows.jsonl:1: ... weight is", build, [{"messages": turn}], [SHORT])
+    none = [{"messages": [CHAT[0], CHAT[1] | {"weight": 0}]}]
+    refused("no token is supervised", build, none, [SHORT])
 
 
 def test_rows_that_change_while_they_are_read_are_not_cached(tmp_path, build, monkeypatch):

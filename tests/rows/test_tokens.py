@@ -21,20 +21,20 @@ from zerotrain.rows.sources import RawRow, parse_row, read_rows
 
 
 def examples_of(rows, tokenizer, columns=None, **options):
-    """(ids, mask) of each example that the raw rows become."""
+    """(ids, weights) of each example that the raw rows become."""
     config = DataConfig(["rows"], **options)
     examples = []
     for raw in rows:
         row = parse_row(raw, columns or {})
         source = Source("rows", format=detect_format(row))
         tokens = tokenize_row(row, tokenizer, source, config)
-        pieces, _ = cut_to_length(tokens.ids, tokens.mask, config)
-        examples += [(ids.tolist(), mask.tolist()) for ids, mask in pieces]
+        pieces, _ = cut_to_length(tokens.ids, tokens.weights, config)
+        examples += [(ids.tolist(), weights.tolist()) for ids, weights in pieces]
     return examples
 
 
 def example(row, tokenizer, **options):
-    """The only example of a row, as (ids, mask)."""
+    """The only example of a row, as (ids, weights)."""
     [found] = examples_of([RawRow("rows", 1, json.dumps(row))], tokenizer, **options)
     return found
 
@@ -99,6 +99,11 @@ def test_lists_that_other_trainers_store_beside_tokens_are_used(sample_tokenizer
     assert example({"input_ids": IDS, **SAME[case]}, sample_tokenizer) == (IDS, LAST_TWO)
 
 
+def test_masks_may_be_weights_and_are_multiplied(sample_tokenizer):
+    masks = {"loss_mask": [0, 0.5, 0.5, 1], "completion_mask": [0, 0, 1, 0.25]}
+    assert example({"input_ids": IDS, **masks}, sample_tokenizer) == (IDS, [0, 0, 0.5, 0.25])
+
+
 def test_padding_at_an_end_is_removed(sample_tokenizer):
     for before, after in ((0, 3), (2, 0)):
         row = {
@@ -139,8 +144,10 @@ labels: [5, -100, -100, -100] | no token is supervised
 labels: [-100, 7, 8] | write one for each token | labels: [-100, -100, 7, 8]
 labels: [-100, -100, 9, 8] | it must be the token's id, 7, or -100 | labels: [-100, -100, 7, 8]
 labels: [-100, -100, 9, 8] | it must be the token's id, 7, or -100 | labels: [-100, -100, -100, 8]
-loss_mask: [0, 0, 2, 1] | write only these | loss_mask: [0, 0, 1, 1]
-loss_mask: [0, 0.5, 1, 1] | loss_mask is not a list of integers
+loss_mask: [0, 0, 2, 1] | loss_mask has values ... above 1 | loss_mask: [0, 0, 1, 1]
+loss_mask: [0, -0.5, 1, 1] | loss_mask has values below 0
+loss_mask: [0, .nan, 1, 1] | loss_mask is not a list of
+attention_mask: [0.5, 1, 1, 1] | attention_mask is not a list of integers
 labels: null | add labels or loss_mask | labels: [-100, -100, 7, 8]
 labels: null | add labels or loss_mask | loss_mask: [0, 0, 1, 1]
 labels: null | set data.supervise: all to train on every token | supervise: all

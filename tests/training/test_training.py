@@ -9,7 +9,7 @@ from itertools import chain
 import numpy as np
 import pytest
 from harness.forks import SMALL_CHUNKS
-from harness.inputs import read_config, save_tiny_llama, strategy, write_rows
+from harness.inputs import read_config, save_tiny_llama, strategy, weighted, write_rows
 from harness.repository import REPO
 from harness.runs import (
     assert_same,
@@ -35,23 +35,23 @@ def large_vocabulary(tmp_path_factory, sample_tokenizer):
     return save_tiny_llama(folder, sample_tokenizer, vocab_size=8192, hidden_size=128)
 
 
-# Strategy, ranks, tokens of a micro-batch, batching, activation checkpointing.
+# Strategy, ranks, tokens of a micro-batch, batching, activation checkpointing, weights.
 LAYOUTS = [
-    ("zero0", 1, 1024, "bucketed", False),
-    ("zero1", 2, 300, "packed", False),
-    ("zero2", 2, 300, "bucketed", False),
-    ("zero3", 2, 300, "packed", True),
-    ("zero2_offload", 2, 300, "packed", False),
-    ("zero3_offload", 3, 300, "packed", False),
-    ("zero2, shared sequences", 2, 300, "bucketed", False),
-    ("ulysses", 4, 300, "packed", True),
+    ("zero0", 1, 1024, "bucketed", False, False),
+    ("zero1", 2, 300, "packed", False, False),
+    ("zero2", 2, 300, "bucketed", False, True),
+    ("zero3", 2, 300, "packed", True, True),
+    ("zero2_offload", 2, 300, "packed", False, False),
+    ("zero3_offload", 3, 300, "packed", False, True),
+    ("zero2, shared sequences", 2, 300, "bucketed", False, False),
+    ("ulysses", 4, 300, "packed", True, True),
 ]
 
 
-@pytest.mark.parametrize("name, ranks, budget, batching, recompute", LAYOUTS)
+@pytest.mark.parametrize("name, ranks, budget, batching, recompute, has_weights", LAYOUTS)
 def test_equals_a_plain_loop(
     forks, tiny_config, tmp_path, chat_rows, sample_tokenizer, plain_once, name, ranks, budget,
-    batching, recompute,
+    batching, recompute, has_weights,
 ):  # fmt: skip
     """DeepSpeed's CPU Adam is used if g++ can compile it (10 s, once), otherwise torch's. The
     held-out set takes several steps.
@@ -61,17 +61,21 @@ def test_equals_a_plain_loop(
         ds_config = strategy(tmp_path, "zero2", {"sequence_parallel_size": 2})
     elif shutil.which("g++") is None:
         ds_config = strategy(tmp_path, name)
+    rows = weighted(chat_rows) if has_weights else chat_rows
     config = tiny_config(
         data__micro_batch_tokens=budget, data__batching=batching,
         model__activation_checkpointing=recompute, ds_config=ds_config,
         data__train_sources=[
-            write_rows(tmp_path / "math.jsonl", chat_rows[:40]),
-            write_rows(tmp_path / "chat.jsonl", chat_rows[40:]),
+            write_rows(tmp_path / "math.jsonl", rows[:40]),
+            {
+                "path": write_rows(tmp_path / "chat.jsonl", rows[40:]),
+                "loss_weight": 0.3 if has_weights else 1,
+            },
         ],
-        data__eval_sources=[write_rows(tmp_path / "three_steps.jsonl", chat_rows[:30])],
+        data__eval_sources=[write_rows(tmp_path / "three_steps.jsonl", rows[:30])],
         eval__every_steps=100, eval__generate=3, eval__max_new_tokens=4,
     )  # fmt: skip
-    plain = plain_once(config)
+    plain = plain_once(config, key=has_weights)
     forks.finish(config, ranks=ranks, patches=SMALL_CHUNKS, CXX=f"{REPO}/tests/harness/g++")
 
     assert_same(tmp_path / "run", plain)
@@ -96,7 +100,7 @@ def assert_source_losses(steps, config, tokenizer):
         chosen = np.concatenate([*chain(*plan.step(k).micro_batches)])
         parts = [[rows[i] for i in chosen if (i >= 40) == source] for source in (False, True)]
         found = [step["source_loss/math"], step["source_loss/chat"]]
-        weights = [sum(mask.sum().item() for _, mask in part) for part in parts]
+        weights = [sum(each.sum().item() for _, each in part) for part in parts]
         assert np.average(found, weights=weights) == pytest.approx(step["loss"], rel=1e-6)
         if k == 0:
             expected = [mean_loss(model, part) for part in parts]
@@ -162,10 +166,11 @@ def test_16_bits_follow_the_fp32_curve_and_resume_bit_for_bit(
 
 @pytest.mark.parametrize("stage, how", [(0, "killed"), (3, "preempted")])
 def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(
-    forks, tiny_config, tmp_path, tiny_model_with_dropout, sample_tokenizer, stage, how
+    forks, tiny_config, tmp_path, chat_rows, tiny_model_with_dropout, sample_tokenizer, stage, how
 ):
     """A run is killed between two checkpoints, or one of two ranks is preempted and both save."""
     config = tiny_config(
+        data__train_sources=[write_rows(tmp_path / "weighted.jsonl", weighted(chat_rows))],
         model=tiny_model_with_dropout,
         ds_config=f"ds_configs/zero{stage}.json",
         train__steps=24, eval__every_steps=7,

@@ -175,6 +175,8 @@ class Source(Section):
     """How many times an epoch passes over a training source; 0.3: each epoch uses a different 30%
     of its examples.
     """
+    loss_weight: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Weight of its tokens in the loss of a step; multiplies the weights of rows and messages."""
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.hub is None):
@@ -241,10 +243,12 @@ class DataConfig(Section):
     def __post_init__(self) -> None:
         if self.eval_sources and self.eval_fraction:
             raise ValueError("give eval_sources or eval_fraction, not both")
-        if any(source.repeat != 1 for given in self.eval_sources.values() for source in given):
-            raise ValueError(
-                "eval_sources take no repeat: each example is evaluated once; remove it"
-            )
+        for source in (source for given in self.eval_sources.values() for source in given):
+            if source.repeat != 1 or source.loss_weight != 1:
+                raise ValueError(
+                    "eval_sources take no repeat and no loss_weight: each supervised token is "
+                    "evaluated once; remove it"
+                )
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,12 @@ SCHEMA = pa.schema(
         "content": pa.uint64(),  # hash of input_ids
     }
 )
+WEIGHTED = SCHEMA.append(pa.field("weights", pa.list_(pa.float32()))).append(
+    pa.field("weight", pa.float64())
+)
+"""The columns of a cache with weights between 0 and 1: those of the tokens that carry loss, and
+their sum.
+"""
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,16 @@ class TokenizedRows:
         counts = self.meta.source_examples
         return np.repeat(np.arange(len(counts)), counts)
 
+    @cached_property
+    def weight(self) -> np.ndarray:
+        """float64 or int32 [examples], the sum of the weights of tokens that carry loss."""
+        return self.column("weight" if self.is_weighted else "supervised")
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether there are weights between 0 and 1."""
+        return self.table.schema == WEIGHTED
+
     def __len__(self) -> int:
         return len(self.lengths)
 
@@ -116,6 +132,16 @@ class TokenizedRows:
             for row in self.index[examples]
         ]
 
+    def of_targets(self, examples: np.ndarray) -> np.ndarray:
+        """The number of the source of each token that carries loss, one example after the other,
+        and its weight, if the cache has weights: float32 [1 or 2, targets].
+        """
+        found = [np.repeat(self.sources[examples], self.supervised[examples])]
+        if self.is_weighted:
+            rows = [self.table["weights"][row].values for row in self.index[examples]]
+            found.append(np.concatenate([found[0][:0], *map(np.from_dlpack, rows)]))
+        return np.array(found, np.float32)
+
     def place_of(self, example: int) -> str:
         """FILE:LINE of the row that an example came from."""
         row = self.index[example]
@@ -134,7 +160,7 @@ def open_cache(path: Path) -> TokenizedRows:
             raise ValueError(f"its version is {meta.version}, not {CACHE_VERSION}")
         table = pa.ipc.open_stream(pa.memory_map(str(path / "examples.arrow"))).read_all()
         table.validate()  # that lists end within the file
-        if table.schema != SCHEMA:
+        if table.schema not in (SCHEMA, WEIGHTED):
             raise ValueError("its columns differ from the format in data/README.md")
         ids, mask = (pc.list_value_length(table[name]) for name in ("input_ids", "loss_mask"))
         # A stream that ends between two batches can be read, but lacks examples.

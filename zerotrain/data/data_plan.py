@@ -4,7 +4,6 @@ If the global batch of a run changes, the rest of its epoch is split into steps 
 epoch still has every example the same number of times.
 """
 
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -73,12 +72,10 @@ class DataPlan:
 
     @property
     def source_names(self) -> list[str]:
-        """Names of the sources in metrics: the last part of their paths, unless two have the same."""
+        """Names of the sources in metrics: the last part of the path, unless two have the same."""
         names = self.data.meta.sources
         short = [Path(name.partition("*")[0]).stem for name in names]
-        if len({*short}) == len(names):
-            names = short
-        return [re.sub(r"[^\w.-]+", "_", name) for name in names]
+        return short if len({*short}) == len(names) else names
 
     @property
     def step_shift(self) -> int:
@@ -106,7 +103,10 @@ class DataPlan:
     def step(self, global_step: int) -> StepPlan:
         """Assign the examples of a step to all ranks. Any step takes milliseconds, in any order."""
         examples = self.order.examples(*self.locate(global_step))
-        return plan_step(examples, self.data.lengths, self.data.supervised, self.budget)
+        data = self.data
+        step = plan_step(examples, data.lengths, data.supervised, self.budget)
+        weights = np.bincount(data.sources[examples], data.weight[examples], len(data.meta.sources))
+        return replace(step, weights=weights)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -34,7 +34,8 @@ class MicroBatch(NamedTuple):
     position_ids: torch.Tensor | None
     positions: torch.Tensor  # int64 [targets], flat indices into input_ids that predict a target
     targets: torch.Tensor  # int64 [targets], the token after each of these positions
-    sources: torch.Tensor  # int64 [targets], the number of each target's source, from 0
+    # float32 [1 or 2, targets], the number of each target's source, and its weight if not all are 1
+    of_targets: torch.Tensor
     # For attention within packed examples. A slice has the values of the whole sequence.
     lengths: tuple[int, ...] = ()  # tokens of each example
     ends: torch.Tensor | None = None  # int32 [1 + examples], 0 and the end of each example
@@ -53,8 +54,7 @@ class MicroBatch(NamedTuple):
         device would synchronize device and host in every micro-step.
 
         Args:
-            is_target: at targets, the number of the example's source, from 1; else 0. The first
-                token of an example is never a target.
+            is_target: 1 at targets. The first token of an example is never a target.
             attention_mask: for bucketed examples.
             position_ids: for packed examples.
         """
@@ -62,8 +62,8 @@ class MicroBatch(NamedTuple):
         targets = input_ids.ravel()[positions]
         # The logits at a position predict the next token. No target is the first token of its
         # example, so padding or another example never predicts it.
-        sources = is_target.ravel()[positions] - 1
-        arrays = (input_ids, attention_mask, position_ids, positions - 1, targets, sources)
+        of_targets = np.zeros((1, targets.size), np.float32)  # load_steps knows them
+        arrays = (input_ids, attention_mask, position_ids, positions - 1, targets, of_targets)
         batch = cls(*(None if array is None else torch.from_numpy(array) for array in arrays))
         if position_ids is None:
             return batch
@@ -101,7 +101,7 @@ class MicroBatch(NamedTuple):
             position_ids=own(position_ids),
             positions=(row * width + column % width)[is_own],
             targets=self.targets[is_own],
-            sources=self.sources[is_own],
+            of_targets=self.of_targets[:, is_own],
         )
         return part.of_lengths(filter(None, [*(self.lengths or [length]), padding]))
 
@@ -146,6 +146,8 @@ def load_steps(
         batches = []
         for ranks in step.micro_batches:
             batch = collate(plan.data, ranks[rank], plan.budget)
+            of_targets = torch.from_numpy(plan.data.of_targets(ranks[rank]))
+            batch = batch._replace(of_targets=of_targets)
             if part != (0, 1):
                 batch = batch.part(*part)
             if torch.cuda.is_available():  # Only copies from pinned memory do not wait.
@@ -176,8 +178,6 @@ def collate(data: TokenizedRows, examples: np.ndarray, budget: Budget) -> MicroB
     fetched = fetched or [np.zeros((2, 1), np.int64)]
     tokens = np.concatenate(fetched, axis=1)  # [2, tokens]: ids, and 1 at targets
     lengths = np.array([example.shape[1] for example in fetched])
-    if len(examples):
-        tokens[1] *= 1 + np.repeat(data.sources[examples], lengths)
     if budget.packed:
         positions = np.concatenate([*map(np.arange, lengths)])
         return MicroBatch.of(*tokens[:, None], position_ids=positions[None])

@@ -74,6 +74,8 @@ class StepPlan:
     tokens: int
     padded_tokens: int
     """Tokens with padding. The filler of a rank without examples is not counted."""
+    weights: np.ndarray | None = None
+    """Sum of the weights of each source's supervised tokens, float64 [sources]; from DataPlan."""
 
 
 def plan_step(

@@ -7,7 +7,8 @@ completion of an empty prompt. Rows of tokens keep their keys. A message has
     content            str, "" if there are only tool calls
     tool_calls         list of objects, with arguments as objects
     reasoning_content  str; some rows call this key thinking
-    weight             0 or 1 in assistant turns: 1 is supervised; WEIGHT_KEYS has other spellings
+    weight             0 to 1 in assistant turns, 0 is not supervised; WEIGHT_KEYS has other
+                       spellings
     name, tool_call_id as in the row
 
 All keys but the first two are present only if the row has a value for them. Every key of a row,
@@ -82,7 +83,7 @@ OPTIONAL_KEYS = {
 # ShareGPT has `from` and `value`; OpenAI had `function_call` before parallel calls.
 RENAMED_KEYS = {"from": "role", "value": "content", "function_call": "tool_calls"}
 TEXT_KEYS = {"name", "tool_call_id", "reasoning_content", "thinking"}
-# Spellings of a turn's weight: 0 or false if it must not be trained on, 1 or true if it must.
+# Spellings of a turn's weight: 0 or false if it must not be trained on, up to 1 or true if it must.
 WEIGHT_KEYS = (
     "weight", "train", "training", "trainable", "loss", "loss_weight", "loss_scale", "supervised",
 )  # fmt: skip
@@ -163,8 +164,16 @@ def canonical_row(row: JsonObject, source: Source, config: DataConfig) -> JsonOb
     known = {*required, *OPTIONAL_KEYS.get(kind, ())}
     if kind in CHAT_FORMATS or (config.as_chat and kind != "text"):
         known |= {"system", "tools"}
+    weight = row.get("weight", 1)  # tokenize_row uses it
+    if not (isinstance(weight, int | float) and 0 < weight <= 1):
+        raise BadRow(
+            "wrong weight",
+            f"weight is {json.dumps(weight)}, but must be a number above 0, up to 1; to remove the "
+            "rows that must not be trained on: jq -c 'select(.weight | IN(0, false) | not)' "
+            "OLD.jsonl > NEW.jsonl",
+        )
     # Check all keys first: a format does not read every key.
-    row = _known(row, known, config, is_row=True)
+    row = _known({k: v for k, v in row.items() if k != "weight"}, known, config, is_row=True)
     if kind == "tokens":
         return {key: parsed(row[key]) for key in TOKEN_KEYS & row.keys()}
     if kind in CHAT_FORMATS:
@@ -261,19 +270,19 @@ def _message(message: JsonObject, columns: dict[str, str], config: DataConfig) -
     # A template would write other types in Python's notation.
     for key in TEXT_KEYS & turn.keys():
         _string(turn, key)
-    # If several spellings disagree, the turn is not trained on.
+    # If several spellings disagree, the smallest weight counts.
     weights = {key: turn.pop(key) for key in WEIGHT_KEYS if key in turn}
     for key, weight in weights.items():
-        if weight not in ((0, 1) if role == "assistant" else (0,)):
+        if not (isinstance(weight, int | float) and 0 <= weight <= (role == "assistant")):
             raise BadRow(
                 "wrong type",
-                f"{key} is {json.dumps(weight)}, but must be 0 or 1 (false or true) for the "
+                f"{key} is {json.dumps(weight)}, but must be 0 (false) to 1 (true) for the "
                 "assistant and 0 for others; to write 0: jq -c '(.[] | arrays[] "
                 f"| objects | select([{roles}] | index({_jq(given)})) | .{key} | select(. == "
                 f"{_jq(weight)})) = 0' OLD.jsonl > NEW.jsonl",
             )
     if weights and role == "assistant":
-        turn["weight"] = int(all(weights.values()))
+        turn["weight"] = min(weights.values())
     return turn
 
 

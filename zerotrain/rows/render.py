@@ -1,4 +1,4 @@
-"""Tokenize parsed rows into token ids and loss masks of at most data.max_length tokens."""
+"""Tokenize parsed rows into token ids and weights of at most data.max_length tokens."""
 
 import json
 from typing import NamedTuple
@@ -19,8 +19,8 @@ class TokenizedRow(NamedTuple):
 
     ids: np.ndarray
     """int32 [tokens]."""
-    mask: np.ndarray
-    """bool [tokens], True for targets. Nothing predicts token 0, so it never is one."""
+    weights: np.ndarray
+    """bool or float [tokens], above 0 for targets. Nothing predicts token 0, so it never is one."""
     unprompted: str = ""
     """The end of a server's generation prompt that the text before the answers lacks."""
     is_thoughtless: bool = False
@@ -39,6 +39,7 @@ def tokenize_row(
         BadRow: a key is missing or of the wrong type, no token is a target, or the chat template
             changes or drops part of the row.
     """
+    weight = row.get("weight", 1)
     row = canonical_row(row, source, config)
     if source.format == "tokens":
         tokens = TokenizedRow(*read_tokens(row, tokenizer, config.supervise))
@@ -51,12 +52,13 @@ def tokenize_row(
                 "markup; write chats as messages, without the template's tokens",
             )
         tokens = (_chat if "messages" in row else _plain)(row, tokenizer, config.supervise)
-    tokens.mask[:1] = False  # nothing predicts the first token
-    if not tokens.mask.any():
+    weights = np.float32(tokens.weights * (weight * source.loss_weight))
+    weights[:1] = 0  # nothing predicts the first token
+    if not weights.any():
         raise BadRow(
-            "empty answer", "no token is supervised: it has no answer, or none of weight 1"
+            "empty answer", "no token is supervised: it has no answer, or only some of weight 0"
         )
-    return tokens
+    return tokens._replace(weights=weights)
 
 
 def _plain(row: JsonObject, tokenizer: PreTrainedTokenizerBase, supervise: str) -> TokenizedRow:
@@ -94,17 +96,21 @@ def _chat(row: JsonObject, tokenizer: PreTrainedTokenizerBase, supervise: str) -
     messages = row["messages"]
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     # Remove the weights: a template that prints all keys would print them.
-    context = [i for i in answers if messages[i].pop("weight", 1) == 0]
+    given = {i: messages[i].pop("weight", 1) for i in answers}
     if supervise == "last":
         answers = answers[-1:]
-    # With `all`, the located turns are those that are not supervised.
-    wanted = context if supervise == "all" else sorted({*answers} - {*context})
+    # The located turns are those that differ from the rest of the row.
+    rest = int(supervise == "all")
+    wanted = [i for i in answers if given[i] != rest]
     text, spans, unprompted = locate(messages, row.get("tools"), tokenizer, wanted)
     # The template has already written bos.
     encoded = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
-    mask = tokens_within(text, encoded.offsets, spans) ^ (supervise == "all")
+    weights = np.full(len(encoded.ids), rest, float)
+    for weight in {given[i] for i in wanted}:
+        own = [span for i, span in zip(wanted, spans, strict=True) if given[i] == weight]
+        weights[tokens_within(text, encoded.offsets, own)] = weight
     is_thoughtless = supervise != "all" and any(EMPTY_THOUGHTS.match(text, i) for i, _ in spans)
-    return TokenizedRow(np.array(encoded.ids, np.int32), mask, unprompted, is_thoughtless)
+    return TokenizedRow(np.array(encoded.ids, np.int32), weights, unprompted, is_thoughtless)
 
 
 def tokens_within(text: str, offsets: list[Span], spans: list[Span]) -> np.ndarray:
@@ -146,7 +152,7 @@ def tokens_within(text: str, offsets: list[Span], spans: list[Span]) -> np.ndarr
 
 
 def cut_to_length(
-    ids: np.ndarray, mask: np.ndarray, config: DataConfig
+    ids: np.ndarray, weights: np.ndarray, config: DataConfig
 ) -> tuple[list[tuple[np.ndarray, np.ndarray]], list[str]]:
     """Cut a row into examples of at most max_length tokens.
 
@@ -154,11 +160,11 @@ def cut_to_length(
     every target of the row stays a target exactly once.
 
     Returns:
-        (ids, mask) of each example, and a few words for each example that was cut or dropped.
+        (ids, weights) of each example, and a few words for each example that was cut or dropped.
     """
     limit = config.max_length
     if len(ids) <= limit:
-        return [(ids, mask)], []
+        return [(ids, weights)], []
     if config.on_too_long == "drop":
         return [], ["dropped"]
     starts, outcome = [0], "truncated"
@@ -166,7 +172,7 @@ def cut_to_length(
         # The last token of a piece is also the first of the next.
         starts, outcome = range(0, len(ids) - 1, limit - 1), "pieces of split rows"
     # The first token of a piece is only context: the token that predicts it is in the piece before.
-    pieces = [(ids[k : k + limit], np.append(False, mask[k + 1 : k + limit])) for k in starts]
+    pieces = [(ids[k : k + limit], np.append(False, weights[k + 1 : k + limit])) for k in starts]
     kept = [piece for piece in pieces if piece[1].any()]
     lost = ["dropped because no supervised token was left"] * (len(pieces) - len(kept))
     return kept, [outcome] * len(kept) + lost

@@ -20,12 +20,13 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import xxhash
 from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
 from zerotrain.config.schema import Config, DataConfig, Source
-from zerotrain.data.cache import CACHE_VERSION, SCHEMA, Meta, open_cache
+from zerotrain.data.cache import CACHE_VERSION, SCHEMA, WEIGHTED, Meta, open_cache
 from zerotrain.data.caches import NOT_OF_TOKENS, cache_of, link_of, sets_of, tokenizer_key
 from zerotrain.model.tokenizer import load_tokenizer
 from zerotrain.rows.chat_template import set_chat_template
@@ -63,6 +64,10 @@ def print_progress(source: str, examples: int) -> None:
     if time.monotonic() - _printed_at > LINE_SECONDS:
         _printed_at = time.monotonic()
         print_line(f"tokenizing {source}: {examples:,} examples")
+
+
+class HasWeights(Exception):
+    """A token's weight is between 0 and 1, which SCHEMA has no column for."""
 
 
 def make_caches(config: Config, show: Callable[[str, int], None] = print_progress) -> list[Path]:
@@ -122,7 +127,11 @@ def _make_cache(
                     stack.enter_context(FileLock(f"{target}.lock"))
                 if not target.exists():
                     draft.mkdir()
-                    _build_cache(pinned, tokenizer, config.data, draft, show)
+                    build = partial(_build_cache, pinned, tokenizer, config.data, draft, show)
+                    try:
+                        build(SCHEMA)
+                    except HasWeights:
+                        build(WEIGHTED)
                     if link_of(pinned, key, config) != links[1]:
                         raise UserError("a source's file changed while it was read; start again")
                     # A folder with the final name is complete, even after a power cut.
@@ -188,6 +197,14 @@ def _problem_of(batch: pa.RecordBatch, vocabulary: int, max_length: int) -> str:
     supervised = np.add.reduceat(mask, starts, dtype=int)
     if not supervised.all() or not np.array_equal(supervised, batch["supervised"].to_numpy()):
         return "supervised is 0, or differs from the number of tokens in loss_mask"
+    if batch.schema == WEIGHTED:
+        weights = batch["weights"].flatten().to_numpy(zero_copy_only=False)  # a null becomes NaN
+        if pc.list_value_length(batch["weights"]) != batch["supervised"]:
+            return "weights has other numbers of values than supervised says"
+        sums = np.add.reduceat(weights, np.cumsum(supervised) - supervised, dtype=float)
+        is_valid = (weights > 0) & (weights <= 1)
+        if not is_valid.all() or not np.allclose(sums, batch["weight"].to_numpy()):
+            return "weights has values that are not above 0, up to 1, or weight is not their sum"
     return ""
 
 
@@ -198,7 +215,8 @@ def _content_key(
     key = [
         CACHE_VERSION,
         fingerprints(sources),
-        [[s.split, s.format, s.columns, s.on_bad_row] for s in sources],
+        # Without weights the key is the same as before there were any.
+        [[s.split, s.format, s.columns, s.on_bad_row, *{s.loss_weight} - {1}] for s in sources],
         {key: value for key, value in asdict(config).items() if key not in NOT_OF_TOKENS},
         tokenizer_key(tokenizer),
     ]
@@ -215,7 +233,7 @@ RowBatch = list[tuple[int, RawRow]]
 
 
 TokenizedBatch = tuple[pa.RecordBatch, Counter[tuple[str, str]], list[str]]
-"""The result of a RowBatch: its examples, with SCHEMA; its counts; and its lines of
+"""The result of a RowBatch: its examples, with WEIGHTED; its counts; and its lines of
 rejected_rows.jsonl.
 
 Counted are examples by ("over_length", outcome of cut_to_length), and rows by ("rejected",
@@ -242,7 +260,7 @@ def tokenize_batch(
             row = parse_row(raw, source.columns, config.ignore_keys)
             check_split(row, source)
             tokens = tokenize_row(row, tokenizer, source, config)
-            pieces, outcomes = cut_to_length(tokens.ids, tokens.mask, config)
+            pieces, outcomes = cut_to_length(tokens.ids, tokens.weights, config)
         except BadRow as error:
             if source.on_bad_row == "error":
                 raise _refused(raw, error) from error
@@ -261,19 +279,22 @@ def tokenize_batch(
         if tokens.unprompted:
             counts["unprompted", tokens.unprompted] += 1
         counts["masks", LEARNS_NO_REASONING] += tokens.is_thoughtless
-        for ids, mask in pieces:
+        for ids, weights in pieces:
+            own = weights[weights > 0]
             values = (
                 ids,
-                mask,
+                weights > 0,
                 len(ids),
-                np.count_nonzero(mask),
+                len(own),
                 raw.file,  # Messages name the row during training.
                 raw.place,
                 number,
                 xxhash.xxh3_64_intdigest(ids),
+                own,
+                own.sum(dtype=float),
             )
-            examples.append(dict(zip(SCHEMA.names, values, strict=True)))
-    return pa.RecordBatch.from_pylist(examples, SCHEMA), counts, rejected
+            examples.append(dict(zip(WEIGHTED.names, values, strict=True)))
+    return pa.RecordBatch.from_pylist(examples, WEIGHTED), counts, rejected
 
 
 def _refused(raw: RawRow, error: BadRow) -> UserError:
@@ -353,6 +374,7 @@ def _build_cache(
     config: DataConfig,
     cache: Path,
     show: Callable[[str, int], None],
+    schema: pa.Schema,
 ) -> None:
     given = [replace(source, format=_format_of(source, config)) for source in given]
     examples = []
@@ -360,7 +382,7 @@ def _build_cache(
     counts = Counter()
     with (
         pa.OSFile(str(cache / "examples.arrow"), "wb") as out,
-        pa.ipc.new_stream(out, SCHEMA) as writer,
+        pa.ipc.new_stream(out, schema) as writer,
         (cache / "rejected_rows.jsonl").open("w", encoding="utf-8") as rejected,
     ):
         for source in given:
@@ -369,7 +391,9 @@ def _build_cache(
             of_source = Counter()
             # Batches keep the order of the rows, so the cache has the same bytes every time.
             for batch, of_batch, lines in _tokenized(_batches(source, numbers), tokenize):
-                writer.write_batch(batch)
+                if schema == SCHEMA and (pc.min(batch["weights"].flatten()).as_py() or 1) < 1:
+                    raise HasWeights
+                writer.write_batch(batch.select(schema.names))
                 rejected.writelines(lines)
                 of_source += of_batch
                 examples[-1] += len(batch)

@@ -23,9 +23,9 @@ UNSHIFT = (
 def read_tokens(
     row: JsonObject, tokenizer: PreTrainedTokenizerBase, supervise: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ids of a row, int32 [tokens], and which are supervised, bool [tokens].
+    """Return the ids of a row, int32 [tokens], and their weights, [tokens]; 0: not supervised.
 
-    A token is supervised if the labels and all masks of the row say so. Padding is removed.
+    The weight of a token is the product of its labels (0 or 1) and masks. Padding is removed.
 
     Args:
         row: a row of the format tokens, from canonical_row.
@@ -59,15 +59,15 @@ def read_tokens(
             "nothing says which tokens are supervised; add labels or loss_mask, or set "
             "data.supervise: all to train on every token",
         )
-    mask = np.logical_and.reduce(masks or [attention])
+    weights = np.prod(masks or [attention], axis=0)
     kept = np.flatnonzero(attention)
-    if (np.diff(kept) > 1).any() or mask.sum() > mask[kept].sum():
+    if (np.diff(kept) > 1).any() or weights[attention == 0].any():
         raise BadRow(
             "padding",
             "attention_mask is 0 at supervised tokens or between others; remove such tokens, or "
             f"give padding at the end the label {IGNORED}",
         )
-    return ids[kept].astype(np.int32), mask[kept]
+    return ids[kept].astype(np.int32), weights[kept]
 
 
 def _checked_lists(row: JsonObject) -> dict[str, np.ndarray]:
@@ -75,13 +75,17 @@ def _checked_lists(row: JsonObject) -> dict[str, np.ndarray]:
 
     Raises:
         BadRow: the row is packed, lengths differ, or a value is not a whole number or, in masks,
-            not 0 or 1.
+            not from 0 to 1.
     """
     lists = {"input_ids": np.array([], int)}
     for key, value in row.items():
         types = {*map(type, value)} if isinstance(value, list) else {None}
-        if not types <= ({int, bool} if key in MASKS else {int}):
-            raise BadRow("wrong type", f"{key} is not a list of integers, one for each token")
+        numbers = {int, bool} if key == "attention_mask" else {int, bool, float}
+        if not types <= (numbers if key in MASKS else {int}):
+            raise BadRow(
+                "wrong type",
+                f"{key} is not a list of integers (loss masks: of numbers), one for each token",
+            )
         lists[key] = np.array(value)
     tokens = len(lists["input_ids"])
     # A row of one text may have these keys, too: axolotl numbers the tokens of every row.
@@ -100,8 +104,8 @@ def _checked_lists(row: JsonObject) -> dict[str, np.ndarray]:
                 f"{key} has {len(values):,} values, but input_ids has {tokens:,}; write one for "
                 "each token",
             )
-        if key in MASKS and not np.isin(values, (0, 1)).all():
-            raise BadRow("wrong type", f"{key} has other values than 0 and 1; write only these")
+        if key in MASKS and not ((values >= 0) & (values <= 1)).all():
+            raise BadRow("wrong type", f"{key} has values below 0 or above 1; correct them")
     return lists
 
 

@@ -178,7 +178,13 @@ def cut_down(config: Config, work: Path, ranks: int, precision: str) -> Config:
         lines = [row.text.replace("\n", " ") + "\n" for row in islice(read_rows(source), ROWS)]
         rows.write_text("".join(lines), encoding="utf-8", errors="surrogateescape")
         sources.append(
-            Source(str(rows), format=source.format, columns=source.columns, on_bad_row="skip")
+            Source(
+                str(rows),
+                format=source.format,
+                columns=source.columns,
+                on_bad_row="skip",
+                loss_weight=source.loss_weight,
+            )
         )
     return replace(
         config,

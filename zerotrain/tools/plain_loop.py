@@ -25,7 +25,7 @@ from zerotrain.model.load import load_model_config
 from zerotrain.rows.tokenize import make_caches
 
 Row = tuple[torch.Tensor, torch.Tensor]
-"""Token ids, int64 [1, tokens], and which of them carry loss, bool [1, tokens]."""
+"""Token ids, int64 [1, tokens], and their weights in the loss, float32 [1, tokens]."""
 
 
 class PlainRun(NamedTuple):
@@ -61,7 +61,8 @@ def train_plainly(
     train = config.train
     make_caches(config)
     rows, *eval_sets = map(read_rows, open_caches(config, tokenizer))
-    held_out = [*chain(*eval_sets)]
+    # Every supervised token of a held-out row counts once, whatever its weight.
+    held_out = [(ids, (weights > 0).float()) for ids, weights in chain(*eval_sets)]
     model = auto_class(load_model_config(config.model)).from_pretrained(
         config.model.name_or_path,
         dtype=torch.float32,
@@ -118,21 +119,27 @@ def rounded(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
 
 def read_rows(cache: TokenizedRows) -> list[Row]:
     """Return all examples of a cache."""
-    return [
-        (ids[None], mask[None].bool())
-        for ids, mask in map(torch.from_numpy, cache.fetch(np.arange(len(cache))))
-    ]
+    rows = []
+    for i, (ids, mask) in enumerate(map(torch.from_numpy, cache.fetch(np.arange(len(cache))))):
+        weights = mask.float()
+        for given in cache.of_targets(np.array([i]))[1:]:  # none if all weights are 1
+            weights[mask > 0] = torch.from_numpy(given)
+        rows.append((ids[None], weights[None]))
+    return rows
 
 
 def mean_loss(model: nn.Module, rows: list[Row], backward: bool = False) -> float:
-    """Return the cross entropy per supervised token. `backward` also accumulates gradients."""
-    count = sum(int(mask[0, 1:].sum()) for _, mask in rows)
+    """Return the mean cross entropy of supervised tokens, weighted. `backward` also accumulates
+    gradients.
+    """
+    weight = sum(weights[0, 1:].double().sum().item() for _, weights in rows)
     total = 0.0 if rows else float("nan")
-    for ids, mask in rows:
+    for ids, weights in rows:
         with torch.set_grad_enabled(backward):
             logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
-            wanted = mask[0, 1:]
-            loss = F.cross_entropy(logits[wanted], ids[0, 1:][wanted], reduction="sum") / count
+            wanted = weights[0, 1:] > 0
+            each = F.cross_entropy(logits[wanted], ids[0, 1:][wanted], reduction="none")
+            loss = (each * weights[0, 1:][wanted]).sum() / weight
         if backward:
             loss.backward()
         total += loss.item()

@@ -66,8 +66,8 @@ class HeldOutSets:
     def _mean_loss(self, plan: DataPlan) -> float:
         """Return the mean cross entropy over a set, in nats per supervised token.
 
-        Every example counts exactly once. All ranks take part in every micro-step, some with
-        filler, because ZeRO-3 gathers weights in the forward pass.
+        Every supervised token counts exactly once, whatever its weight. All ranks take part in
+        every micro-step, some with filler, because ZeRO-3 gathers weights in the forward pass.
         """
         ranks = self.ranks
         total = torch.zeros((), dtype=torch.float64, device=ranks.device)
@@ -77,6 +77,8 @@ class HeldOutSets:
             examples = step.plan.micro_batches[0][ranks.data_rank]
             with explain_out_of_memory(describe_micro_batch, plan, examples):
                 for batch in step.micro_batches:
+                    # Without weights, so that runs with different ones can be compared.
+                    batch = batch._replace(of_targets=batch.of_targets[:1])
                     total += self.loss(self.engine, batch).cross_entropy
             tokens += step.plan.supervised_tokens
             self._check_preemption()

@@ -1,5 +1,5 @@
-"""Cross entropy summed over supervised tokens, with logits for their positions only, chunk by
-chunk; and the router loss of a mixture of experts.
+"""Cross entropy summed over supervised tokens, perhaps weighted, with logits for their positions
+only, chunk by chunk; and the router loss of a mixture of experts.
 
 The order of calls in one micro-batch of S positions, n of which predict a target; hidden size h:
 
@@ -53,7 +53,7 @@ class MicroLoss(NamedTuple):
     """Losses of one micro-batch, float32 scalars. A constant router loss has no autograd graph."""
 
     cross_entropy: torch.Tensor
-    """Sum of -log p(target)."""
+    """Sum of -log p(target), times the target's weight if the batch has weights."""
     router: torch.Tensor
     """Load-balancing loss of the experts, without its coefficient, times the number of tokens that
     it averages over (without padding). 0 if the model's config does not ask for it.
@@ -82,9 +82,7 @@ class SupervisedLoss:
         self.router_coefficient = _router_coefficient(model)
         """Coefficient of the router loss in the training loss."""
         self.by_source: torch.Tensor | None = None
-        """float64 [sources, 2]. If it is set, the cross entropy and the number of the targets of
-        each source are added to it.
-        """
+        """float64 [sources]. If it is set, the cross entropy of each source is added to it."""
         self._model = model
         self._head = model.get_output_embeddings()
         self._sequence_group = sequence_group
@@ -150,7 +148,7 @@ class SupervisedLoss:
             at_head()
             loss, zeros = _ChunkedLoss.apply(
                 self._loss_of_chunk, chunk_size(logits.device.type, logits.shape[-1]),
-                (batch.targets, batch.sources),
+                (batch.targets, *batch.of_targets),
                 logits.detach(), *args[:1], *hidden, *weights,
             )  # fmt: skip
             losses.append(loss)
@@ -168,7 +166,7 @@ class SupervisedLoss:
         else:
             at_head()
             logits = out.logits.flatten(0, 1).index_select(0, batch.positions)
-            loss = self._sum_cross_entropy(logits, batch.targets, batch.sources)
+            loss = self._sum_cross_entropy(logits, batch.targets, *batch.of_targets)
         router = getattr(out, "aux_loss", None)
         if self.router_coefficient == 0 or not isinstance(router, torch.Tensor):
             return MicroLoss(loss, torch.zeros_like(loss))
@@ -193,7 +191,11 @@ class SupervisedLoss:
         return self._sum_cross_entropy(logits.squeeze(0), *of_targets)
 
     def _sum_cross_entropy(
-        self, logits: torch.Tensor, targets: torch.Tensor, sources: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        sources: torch.Tensor,
+        *weights: torch.Tensor,
     ) -> torch.Tensor:
         """Return the loss of logits [positions, V], in fp32, and add it to `by_source`.
 
@@ -206,9 +208,11 @@ class SupervisedLoss:
         else:
             log_p = F.log_softmax(logits.float(), -1)
             each, total = (F.nll_loss(log_p, targets, reduction=kind) for kind in ("none", "sum"))
+        if weights:
+            each = each * weights[0]
+            total = each.sum()
         if self.by_source is not None:
-            counted = torch.stack([each, torch.ones_like(each)], 1)
-            self.by_source.index_add_(0, sources, counted.detach().double())
+            self.by_source.index_add_(0, sources.long(), each.detach().double())
         return total
 
 
