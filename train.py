@@ -354,7 +354,7 @@ def train_step(
         values["router_loss"] = totals[1] / batch.plan.tokens
     for name, total, its_weight in zip(names, totals[2:], batch.plan.weights, strict=True):
         if its_weight > 0 and len(names) > 1:  # a step may have no row of a source
-            values[f"source_loss/{name}"] = total / float(its_weight)
+            values[f"source_loss/{name}"] = total / its_weight
     return values, losses
 
 

@@ -132,6 +132,8 @@ data.train_sources: [{path: a, subset: b}] -> data.train_sources: [{hub: a, subs
 data.train_sources: [{path: a, spilt: b}] -> data.train_sources: [{path: a, split: b}]
 data.train_sources: [a, {path: b, repeat: -1}] -> data.train_sources: [a, {path: b, repeat: 1}]
 data.eval_sources: [{path: a, repeat: 2}] -> data.eval_sources: [a]
+data.eval_sources: [{path: a, loss_weight: 0.5}] -> data.eval_sources: [a]
+data.train_sources: [{path: a, loss_weight: 2}] -> data.train_sources: [{path: a, loss_weight: 1}]
 data.eval_fraction: 0.1 -> data.eval_fraction: null -> data.eval_sources: null
 eval.generate: 1, data.supervise: all -> data.supervise: answers -> data.supervise: last
 checkpoint.keep_best: true, data.eval_sources: null -> data.eval_sources: [a]

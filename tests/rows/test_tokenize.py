@@ -235,8 +235,7 @@ def test_a_cache_of_another_program_is_a_source(tmp_path, build, tokens, sample_
     named = "tokens: it has ... allowed are 2 to data.max_length (3)"
     refused(named, lambda length: build([], train_sources=["tokens"], max_length=length), 3, 4)
     weighted = build([], train_sources=["weighted"])
-    assert weights_of(weighted) == [[[0.5, 1]], [[0.25, 0.25]]]
-    assert weighted.weight.tolist() == [1.5, 0.5]
+    assert weighted.of_targets(np.arange(2))[1].tolist() == [0.5, 1, 0.25, 0.25]
     # made of two sources, and then the one source of a run
     several = data_config(tmp_path, [SHORT], train_sources=[
         str(write_rows(tmp_path / f"{i}.jsonl", [SHORT] * i)) for i in (1, 2)
@@ -255,7 +254,6 @@ def test_a_cache_of_another_program_is_a_source(tmp_path, build, tokens, sample_
     "column, values",
     [
         ("weights", [[0.5, 1.0], [0.25]]),
-        ("weights", [[0.5, 1.0], [0.25, None]]),
         ("weights", [[0.5, 1.5], [0.25, 0.25]]),
         ("weight", [1.5, 0.25]),
         ("input_ids", [[72, 73, 0], [74, 75, 76, 296]]),
@@ -281,48 +279,27 @@ def test_examples_that_cannot_be_trained_on_are_refused(
         read(tokenizer_with(sample_tokenizer, None))
 
 
-def weights_of(data):
-    return [data.of_targets(np.array([i]))[1:].tolist() for i in range(len(data))]
-
-
-CHAT = [
-    {"role": "user", "content": "p"}, {"role": "assistant", "content": "a", "weight": 0.5},
-    {"role": "user", "content": "p"}, {"role": "assistant", "content": "a"},
-]  # fmt: skip
+def turns(weight):
+    return [*GOOD, GOOD[0], {**GOOD[1], "weight": weight}]
 
 
 @pytest.mark.parametrize("supervise", ["answers", "last", "all"])
 def test_weights_of_source_row_and_message_are_multiplied(tmp_path, build, supervise):
-    chats = write_rows(tmp_path / "chats.jsonl", [{"messages": CHAT, "weight": 0.5}])
-    sources = [Source(str(tmp_path / "rows.jsonl")), Source(str(chats), loss_weight=0.5)]
-    data = build([SHORT, SHORT | {"weight": 0.25}], train_sources=sources, supervise=supervise)
-    whole, quarter, [chat] = weights_of(data)
-    assert {*whole[0]} == {1} and {*quarter[0]} == {0.25}
-    assert data.weight.tolist() == [sum(each[0]) for each in (whole, quarter, [chat])]
-    assert data.sources.tolist() == [0, 0, 1]
-    at = [chat.count(0.125), chat.count(0.25)]
-    # each answer is its text and an end token
-    assert at == {"answers": [2, 2], "last": [0, 2], "all": [2, len(chat) - 2]}[supervise]
-    assert sum(at) == len(chat)
+    file = write_rows(tmp_path / "chats.jsonl", [{"messages": turns(0.5), "weight": 0.5}])
+    data = build([], train_sources=[Source(str(file), loss_weight=0.5)], supervise=supervise)
+    [_, weights] = data.of_targets(np.array([0]))
+    answer = len("good") + 1  # with the end token
+    assert data.weight[0] == weights.sum() and (weights == 0.125).sum() == answer
+    others = {"answers": answer, "last": 0, "all": data.lengths[0] - 1 - answer}
+    assert (weights == 0.25).sum() == others[supervise] == len(weights) - answer
+    assert not build([SHORT, SHORT | {"weight": 1}]).is_weighted
 
 
-def test_a_cache_without_weights_has_no_columns_for_them(tmp_path, build):
-    config = [Source(str(tmp_path / "rows.jsonl"), loss_weight=0.3)]
-    one = build([SHORT, SHORT | {"weight": 1}])
-    weighted = build([SHORT, SHORT | {"weight": 1}], train_sources=config)
-    assert not one.is_weighted and weighted.is_weighted
-    assert one.weight.tolist() == one.supervised.tolist()
-    assert one.meta.content != weighted.meta.content
-
-
-@pytest.mark.parametrize("weight", [0, -0.5, 1.5, "0.5", [1], False])
+@pytest.mark.parametrize("weight", [0, -0.5, 1.5, "0.5", [1]])
 def test_impossible_weights_are_bad_rows(build, weight):
     refused("rows.jsonl:1: weight is", build, [SHORT | {"weight": weight}], [SHORT])
     if weight:
-        turn = [*CHAT[:3], CHAT[3] | {"weight": weight}]
-        refused("rows.jsonl:1: ... weight is", build, [{"messages": turn}], [SHORT])
-    none = [{"messages": [CHAT[0], CHAT[1] | {"weight": 0}]}]
-    refused("no token is supervised", build, none, [SHORT])
+        refused("rows.jsonl:1: ... weight is", build, [{"messages": turns(weight)}], [SHORT])
 
 
 def test_rows_that_change_while_they_are_read_are_not_cached(tmp_path, build, monkeypatch):

@@ -1,6 +1,6 @@
 """The token cache: a folder of tokenized examples, which every rank maps into its memory.
 
-    examples.arrow      an Arrow stream with the columns of SCHEMA, one line per example
+    examples.arrow      an Arrow stream with the columns of SCHEMA or WEIGHTED, one line per example
     meta.json           Meta
     rejected_rows.jsonl the rows that on_bad_row: skip left out, with reasons
 
@@ -40,8 +40,8 @@ SCHEMA = pa.schema(
 WEIGHTED = SCHEMA.append(pa.field("weights", pa.list_(pa.float32()))).append(
     pa.field("weight", pa.float64())
 )
-"""The columns of a cache with weights between 0 and 1: those of the tokens that carry loss, and
-their sum.
+"""The columns of a cache with weights between 0 and 1. `weights` has those of the tokens that carry
+loss, and `weight` their sum. Programs that do not know them refuse the cache.
 """
 
 
@@ -52,7 +52,9 @@ class Meta:
     version: int
     """CACHE_VERSION of the program that wrote it."""
     content: str
-    """A hash of all tokens and masks. A run resumes only on the content that it started with."""
+    """A hash of all tokens, masks and weights. A run resumes only on the content that it started
+    with.
+    """
     end_tokens: list[int]
     """Ids of the tokens that end answers."""
     chat_template: str | dict[str, str] | None
@@ -138,8 +140,8 @@ class TokenizedRows:
         """
         found = [np.repeat(self.sources[examples], self.supervised[examples])]
         if self.is_weighted:
-            rows = [self.table["weights"][row].values for row in self.index[examples]]
-            found.append(np.concatenate([found[0][:0], *map(np.from_dlpack, rows)]))
+            rows = (self.table["weights"][row].values for row in self.index[examples])
+            found.append(np.concatenate([[], *map(np.from_dlpack, rows)]))
         return np.array(found, np.float32)
 
     def place_of(self, example: int) -> str:
