@@ -481,8 +481,8 @@ def test_rows_without_a_template(tmp_path):
     tokenizer = tokenizer_with(WORDS, None, ["<s>"])
 
     def supervised(row, kind):
-        ids, mask, *_ = tokenize_row(row, tokenizer, Source("rows", format=kind), CONFIG)
-        return tokenizer.decode(ids[mask]), tokenizer.decode(ids)
+        ids, weights, *_ = tokenize_row(row, tokenizer, Source("rows", format=kind), CONFIG)
+        return tokenizer.decode(ids[weights > 0]), tokenizer.decode(ids)
 
     named = "set eos_token in its tokenizer_config.json"
     refused(named, lambda row: supervised(row, "text"), {"text": "2"})

@@ -69,6 +69,10 @@ class MicroBatch(NamedTuple):
             return batch
         return batch.of_lengths(np.diff(np.flatnonzero(position_ids == 0), append=input_ids.size))
 
+    def about_targets(self, of_targets: np.ndarray | torch.Tensor) -> "MicroBatch":
+        """Return a copy with these sources, and perhaps weights, of the targets."""
+        return self._replace(of_targets=torch.as_tensor(of_targets))
+
     def of_lengths(self, lengths: Iterable[int]) -> "MicroBatch":
         """Return a copy whose packed examples have these lengths, in tokens."""
         lengths = tuple(map(int, lengths))
@@ -146,8 +150,7 @@ def load_steps(
         batches = []
         for ranks in step.micro_batches:
             batch = collate(plan.data, ranks[rank], plan.budget)
-            of_targets = torch.from_numpy(plan.data.of_targets(ranks[rank]))
-            batch = batch._replace(of_targets=of_targets)
+            batch = batch.about_targets(plan.data.of_targets(ranks[rank]))
             if part != (0, 1):
                 batch = batch.part(*part)
             if torch.cuda.is_available():  # Only copies from pinned memory do not wait.

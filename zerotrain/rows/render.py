@@ -58,7 +58,7 @@ def tokenize_row(
         raise BadRow(
             "empty answer", "no token is supervised: it has no answer, or only some of weight 0"
         )
-    return tokens._replace(weights=weights)
+    return TokenizedRow(tokens.ids, weights, *tokens[2:])
 
 
 def _plain(row: JsonObject, tokenizer: PreTrainedTokenizerBase, supervise: str) -> TokenizedRow:

@@ -78,7 +78,7 @@ class HeldOutSets:
             with explain_out_of_memory(describe_micro_batch, plan, examples):
                 for batch in step.micro_batches:
                     # Without weights, so that runs with different ones can be compared.
-                    batch = batch._replace(of_targets=batch.of_targets[:1])
+                    batch = batch.about_targets(batch.of_targets[:1])
                     total += self.loss(self.engine, batch).cross_entropy
             tokens += step.plan.supervised_tokens
             self._check_preemption()
