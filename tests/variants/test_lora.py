@@ -253,10 +253,11 @@ def test_names_that_the_model_does_not_have_are_one_line(base, key, name, meant)
     name_modules(meant)
 
 
-def test_options_that_read_or_change_a_tied_head_are_refused(base):
-    for options in ({"use_dora": True}, {"init_lora_weights": "pissa"}):
-        lora = LoraConfig(target_modules=["lm_head"], options=options)
-        with pytest.raises(UserError, match="lm_head cannot have an adapter"):
+def test_options_are_refused_on_the_head_and_on_small_matrices(base):
+    pissa = {"init_lora_weights": "pissa"}
+    for name, options in (("lm_head", {"use_dora": True}), ("lm_head", pissa), ("k_proj", pissa)):
+        lora = LoraConfig(r=17, target_modules=[name], options=options)
+        with pytest.raises(UserError, match=f"{name} cannot have an adapter"):
             skeleton(AutoConfig.from_pretrained(base), lora=lora)
 
 

@@ -137,8 +137,8 @@ class ModelConfig(Section):
             raise ValueError("give lora or trainable; lora.modules_to_save trains whole modules")
         if self.quantization and (self.lora is None or self.from_config):
             raise ValueError("quantization needs lora, and pretrained weights")
-        if self.quantization and "init_lora_weights" in self.lora.options:
-            raise ValueError("quantization does not work with init_lora_weights; remove one")
+        if self.quantization and self.lora.options.keys() - {"use_dora", "use_rslora"}:
+            raise ValueError("of lora.options, quantization takes only use_dora and use_rslora")
         for pattern in self.trainable:
             try:
                 re.compile(pattern)

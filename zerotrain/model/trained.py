@@ -81,6 +81,8 @@ def insert_adapters(model: nn.Module, config: ModelConfig, lora: LoraConfig) -> 
         # DoRA would read the head while ZeRO 3 has it partitioned. PiSSA and OLoRA would change
         # tied embeddings, too.
         bypassed.add(head)
+    if lora.changes_base:  # peft would lower r
+        bypassed |= {m for m in used if getattr(m, "out_features", lora.r) < lora.r}
     # peft's own all-linear includes routers and experts of some models.
     all_linear = lora.target_modules == "all-linear"
     if all_linear:
@@ -96,8 +98,8 @@ def insert_adapters(model: nn.Module, config: ModelConfig, lora: LoraConfig) -> 
         if wrong := [name for name in targets if modules[name] in bypassed]:
             raise UserError(
                 f"model.lora.target_modules: {wrong[0]} cannot have an adapter: Mamba's kernels "
-                "read its weight alone, and DoRA, PiSSA and OLoRA do not work on an output head; "
-                "of a Mamba mixer, name only in_proj"
+                "read its weight alone, DoRA, PiSSA and OLoRA do not work on an output head, nor "
+                "the last two with fewer than r outputs; of a Mamba mixer, name only in_proj"
             )
     _matching("lora.modules_to_save", lora.modules_to_save, modules, _is_end)
     options = dict(lora.options)
