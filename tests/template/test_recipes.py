@@ -157,10 +157,10 @@ def copied_recipe(tmp_path_factory):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_first_run_of_a_copy_learns(forks, small_run, copied_recipe, tmp_path, name):
-    """There are 150 rows. All but the model's size follows the answers. Models of every type that
+    """There are 100 rows. All but the model's size follows the answers. Models of every type that
     packs are in test_packed_types.py.
     """
-    turns = [(f"{i}+7?", f"{i}+7={i + 7}") for i in range(150)]
+    turns = [(f"{i}+7?", f"{i}+7={i + 7}") for i in range(100)]
     rows = [{"text": " ".join(texts)} if "pretraining" in name else chat(*texts) for texts in turns]
     recipe = copied_recipe(name, write_rows(tmp_path / "rows.jsonl", rows))
     forks.finish(recipe, *small_run(read_config(recipe).model.name_or_path))
