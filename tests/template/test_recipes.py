@@ -65,10 +65,10 @@ SMALL = {  # sizes of the small models
     "vocab_size_per_layer_input": 384, "hidden_size_per_layer_input": 16, "sliding_window": 64,
 }  # fmt: skip
 FAMILIES = (
-    "qwen3.5-35b-a3b", "gemma-4-e4b", "gpt-oss-20b", "llama-3.2-1b-pretraining",
+    "qwen3.5-9b", "qwen3.5-35b-a3b", "gemma-4-e4b", "gemma-4-31b", "ministral-3-8b", "olmo-3-7b",
+    "glm-4.7-flash", "gpt-oss-20b", "lfm2.5-1.2b", "llama-3.2-1b-pretraining",
     "llama-3.3-70b-lora",
 )  # fmt: skip
-"""Recipes whose models and settings have little in common."""
 
 
 def config_of(name, *flags):
@@ -157,9 +157,7 @@ def copied_recipe(tmp_path_factory):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_first_run_of_a_copy_learns(forks, small_run, copied_recipe, tmp_path, name):
-    """There are 100 rows. All but the model's size follows the answers. Models of every type that
-    packs are in test_packed_types.py.
-    """
+    """There are 100 rows. All but the model's size follows the answers."""
     turns = [(f"{i}+7?", f"{i}+7={i + 7}") for i in range(100)]
     rows = [{"text": " ".join(texts)} if "pretraining" in name else chat(*texts) for texts in turns]
     recipe = copied_recipe(name, write_rows(tmp_path / "rows.jsonl", rows))
