@@ -213,6 +213,8 @@ def show(workload: Workload, cluster: GpuCluster, assumed: str, price: float | N
         "checkpointed; tokens: the largest micro-batch that fits"
     )
     show_table([memory_cells(each) for each in estimates])
+    for caveat in {each.memory.caveat for each in estimates} - {""}:
+        print(f"activations are estimated by {caveat}")
     print(
         "\nGB that a rank sends per step; hours and cost (--price) of the run; off by: 90% of such "
         "forecasts were within this error"

@@ -16,7 +16,7 @@ from harness.repository import REPO
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from scripts.plan import make_workload
+from scripts.plan import make_workload, show
 from zerotrain.config.ds_config import resolve_ds_config
 from zerotrain.runtime.machine import Machine
 from zerotrain.tools.estimate import (
@@ -105,11 +105,21 @@ def test_groups_divide_states_and_nvme_holds_offloaded_states(setup_of):
     assert on_cpu.nvme == 0 and on_cpu.cpu == 2 * total / 4 * (2 + 2 + 12 + 4)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text", "qwen3_moe"])
+MIXERS = {
+    "qwen3_5_text": {
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text", "qwen3_moe", *MIXERS])
 @pytest.mark.parametrize("trained", ["", "q_proj"])
 def test_saved_activations_are_those_of_a_model_with_weights(kind, trained):
-    """Norms, q and k norms, experts; and fewer are saved for frozen weights."""
-    config = AutoConfig.for_model(kind, **SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2)
+    """Norms, q and k norms, experts, mixers; and fewer are saved for frozen weights."""
+    sizes = {**SIZES, **MIXERS.get(kind, {}), "num_experts": 4, "num_experts_per_tok": 2}
+    config = AutoConfig.for_model(kind, **sizes, head_dim=8)
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)
     for name, parameter in skeleton.named_parameters():
@@ -121,11 +131,20 @@ def test_saved_activations_are_those_of_a_model_with_weights(kind, trained):
         saved[tensor.untyped_storage()] = tensor.untyped_storage().nbytes()
 
     with saved_tensors_hooks(save, lambda _: None):
-        model.get_decoder()(torch.zeros(1, 512, dtype=torch.int64))
+        model.get_decoder()(torch.zeros(1, 512, dtype=torch.int64), use_cache=False)
     for parameter in model.parameters():
         saved.pop(parameter.untyped_storage(), None)
-    measured, _ = measure_saved(skeleton, 2, False, False, 1, 1, 512)
+    measured = measure_saved(skeleton, 2, False, False, 1, 1, 512).kept
     assert measured == pytest.approx(sum(saved.values()), rel=0.005)
+
+
+def test_a_model_that_cannot_be_measured_is_said_to_have_a_rule_of_thumb(workload, capsys):
+    with torch.device("meta"):
+        mamba = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **SIZES))
+    assert not measure_saved(mamba, 2, None, False, 1, 1, 64).caveat
+    model = Architecture.of(workload.config.model, AutoConfig.for_model("jetmoe", **SIZES))
+    show(replace(workload, architecture=model), NODE, "", None)
+    assert capsys.readouterr().out.count("by a rule of thumb") == 1
 
 
 NODE = GpuCluster(1, 4, find_gpu("a100-1gb"))

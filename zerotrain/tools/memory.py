@@ -1,14 +1,17 @@
 """An estimate of a run's memory, from its config and the architecture alone.
 
 Activations are measured: the model without weights runs once on torch's meta device, and each
-tensor that autograd saves is counted. The rest is arithmetic. The estimate leaves out CUDA's
-context, NCCL's buffers and fragmentation in the allocator. Keep a tenth of a GPU free for them.
+tensor that autograd saves is counted. A model that needs values, such as the number of tokens of
+each expert, gets a rule of thumb, and the estimate says so. The rest is arithmetic. The estimate
+leaves out CUDA's context, NCCL's buffers and fragmentation in the allocator. Keep a tenth of a GPU
+free for them.
 """
 
 import math
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +27,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from zerotrain.config.ds_config import group_sizes, offload_devices, secondary_ranks, zero_stage
 from zerotrain.model.architecture import hidden_size, sizes_of
+from zerotrain.model.hub import summarize
 from zerotrain.model.packing import has_sdpa
 from zerotrain.training.loss import chunk_size
 from zerotrain.training.setup import Setup
@@ -87,7 +91,9 @@ class MemoryEstimate:
     kept: float
     """Activations that the forward pass keeps on a GPU without activation checkpointing."""
     inputs: float
-    """Activations that it keeps with activation checkpointing: the input of each layer."""
+    """Activations that it keeps with activation checkpointing: the input of each layer, and what is
+    computed outside of layers.
+    """
     activations: float
     """`inputs` if the run has activation checkpointing, else `kept`."""
     loss: float
@@ -102,6 +108,8 @@ class MemoryEstimate:
     """CPU memory of a node while the weights are loaded."""
     nvme: float
     """NVMe of a node."""
+    caveat: str
+    """What the activations were estimated by, if they were not measured as training runs them."""
 
     @property
     def peak(self) -> float:
@@ -121,28 +129,44 @@ def estimate_memory(setup: Setup) -> MemoryEstimate:
     states = _model_states(setup, sizes)
     held, gathered, reduced = _buffers(setup, sizes)
     tokens = setup.config.data.micro_batch_tokens // sizes.sequence
-    kept, largest = _kept_activations(setup, sizes, tokens)
-    inputs = sizes.weight_bytes * sizes.layers * sizes.hidden * tokens
+    saved = _kept_activations(setup, sizes, tokens)
+    inputs = sizes.weight_bytes * sizes.layers * sizes.hidden * tokens + saved.outside
     recomputes = setup.config.model.activation_checkpointing
     cpu, nvme = _node_memory(setup, sizes, states)
     readers = 1 if sizes.stage == 3 else setup.machine.local_ranks  # read files at the same time
     return MemoryEstimate(
         states=states.on_device | {"buffers": held},
-        kept=kept,
+        kept=saved.kept,
         inputs=inputs,
-        activations=inputs if recomputes else kept,
+        activations=inputs if recomputes else saved.kept,
         loss=_loss(setup, sizes, tokens) + gathered,
         # Three gradients as large as the largest activation, such as a gated product's.
-        layer=3 * largest + kept / sizes.layers * recomputes + gathered + reduced,
+        layer=3 * saved.largest + saved.layer * recomputes + gathered + reduced,
         update=_update(setup, sizes, states),
         cpu=cpu,
         loading=readers * sizes.weight_bytes * setup.architecture.counts.total,
         nvme=nvme,
+        caveat=saved.caveat,
     )
 
 
 # --------------------------------------------------------------------------------------------------
 # Activations
+
+
+class Saved(NamedTuple):
+    """What autograd saves in a forward pass beside the weights, in bytes."""
+
+    kept: float
+    """All tensors."""
+    outside: float
+    """The tensors that no layer keeps."""
+    layer: float
+    """The tensors of the layer that keeps most."""
+    largest: float
+    """The largest tensor."""
+    caveat: str = ""
+    """As in MemoryEstimate."""
 
 
 class _EmptyAttention(torch.autograd.Function):
@@ -160,12 +184,17 @@ class _EmptyAttention(torch.autograd.Function):
 
 
 def _empty_attention(
-    _module: nn.Module, *states: torch.Tensor | None, is_masked: bool, **_: Any
+    _module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *_mask: None,
+    is_masked: bool,
+    **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Stand in for torch's kernels, which save a mask in the type of the states. With a mask they
     need as many heads of keys and values as of queries.
     """
-    query, key, value, _ = states
     if not is_masked:
         return _EmptyAttention.apply(query, key, value), None
     rows, heads, tokens, _ = query.shape
@@ -174,10 +203,8 @@ def _empty_attention(
     return _EmptyAttention.apply(query, key, value, mask), None
 
 
-def _kept_activations(setup: Setup, sizes: RunSizes, tokens: int) -> tuple[float, float]:
-    """Return the bytes that the forward pass keeps without activation checkpointing, and of the
-    largest tensor among them.
-    """
+def _kept_activations(setup: Setup, sizes: RunSizes, tokens: int) -> Saved:
+    """Return what the forward pass keeps without activation checkpointing."""
     model = setup.config.model
     skeleton = setup.architecture.skeleton
     is_padded = setup.config.data.batching == "bucketed"
@@ -187,15 +214,16 @@ def _kept_activations(setup: Setup, sizes: RunSizes, tokens: int) -> tuple[float
     row = partial(
         measure_saved, skeleton, sizes.weight_bytes, masks, model.compile, sizes.tensor, sizes.stage
     )
-    lengths = MEASURED_TOKENS, 2 * MEASURED_TOKENS
-    kept, largest = (size / lengths[0] for size in row(lengths[0]))
-    if math.isnan(kept):  # mixers of hybrids, and some models' own code
+    found = row(MEASURED_TOKENS)
+    if math.isnan(found.kept):
         layer = TYPICAL_BYTES / 2 * sizes.weight_bytes * sizes.hidden * tokens
-        return sizes.layers * layer, layer
-    # Masks, or scores, grow with the square of a row's length.
-    growth = row(lengths[1])[0] / lengths[1] - kept if is_padded else 0
-    kept += growth * (min(tokens, setup.config.data.max_length) / lengths[0] - 1)
-    return tokens * kept, tokens * largest
+        return Saved(sizes.layers * layer, 0, layer, layer, found.caveat)
+    kept, outside, layer, largest = (size / MEASURED_TOKENS for size in found[:4])
+    if is_padded:  # Masks, or scores, grow with the square of a row's length.
+        growth = row(2 * MEASURED_TOKENS).kept / (2 * MEASURED_TOKENS) - kept
+        growth *= min(tokens, setup.config.data.max_length) / MEASURED_TOKENS - 1
+        kept, layer = kept + growth, layer + growth / sizes.layers
+    return Saved(*(tokens * size for size in (kept, outside, layer, largest)), found.caveat)
 
 
 @cache
@@ -207,7 +235,7 @@ def measure_saved(
     ranks: int,
     stage: int,
     length: int,
-) -> tuple[float, float]:
+) -> Saved:
     """Run a model up to its output head, and measure what autograd saves beside the weights.
 
     Args:
@@ -220,7 +248,7 @@ def measure_saved(
         length: tokens of the only row.
 
     Returns:
-        The bytes of all tensors, and of the largest. NaN if the model cannot run without values.
+        NaN, with a caveat, if the model cannot run without values.
     """
     model = deepcopy(skeleton).to(torch.bfloat16 if weight_bytes == 2 else torch.float32)
     for module in model.modules():
@@ -232,34 +260,52 @@ def measure_saved(
         AttentionInterface.register(EMPTY_ATTENTION, attention)
         AttentionMaskInterface.register(EMPTY_ATTENTION, lambda **_: None)
         model.set_attn_implementation(EMPTY_ATTENTION)
-    if compiled:
-        # Inductor's choice of what to save, without its code for a device.
-        for block in model.modules():
-            if isinstance(block, GradientCheckpointingLayer):
-                block.compile(dynamic=True, backend="aot_eager_decomp_partition")
-    saved = {}
+    saved, marks = {}, []  # bytes by storage; their sum before and after each layer
     whole = hidden_size(model)
+    weights = {weight.untyped_storage() for weight in model.parameters()}
 
     def save(activation: torch.Tensor) -> torch.Tensor:
         storage = activation.untyped_storage()
         # Each rank of a tensor-parallel group has whole hidden states, and a piece of the others.
         pieces = 1 if activation.shape[-1:] == (whole,) else ranks
-        saved.setdefault(storage, storage.nbytes() / pieces)
+        if storage not in weights:
+            saved.setdefault(storage, storage.nbytes() / pieces)
         return activation
 
+    def mark(*_: Any) -> None:
+        marks.append(sum(saved.values()))
+
+    for block in model.modules():
+        if isinstance(block, GradientCheckpointingLayer):
+            if compiled:  # Inductor's choice of what to save, without its code for a device.
+                block.compile(dynamic=True, backend="aot_eager_decomp_partition")
+            else:  # In a compiled block, hooks would be compiled too.
+                block.register_forward_pre_hook(mark)
+                block.register_forward_hook(mark)
     ids = torch.zeros(1, length, dtype=torch.int64, device="meta")
     head = model.get_output_embeddings()
-    with (
-        head.register_forward_pre_hook(lambda _, args: (args[0][:, :1].clone(), *args[1:])),
-        saved_tensors_hooks(save, lambda activation: activation),
-    ):
+    head.register_forward_pre_hook(lambda _, args: (args[0][:, :1].clone(), *args[1:]))
+    for device in ("cpu", "meta"):  # Some mixers read a value of the mask, others multiply by it.
+        saved.clear()
+        marks.clear()
+        mask = torch.ones(1, length, dtype=torch.int64, device=device)
         try:
-            model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
-        except Exception:  # some models need values, which meta tensors do not have
-            return math.nan, math.nan
-    for weight in model.parameters():
-        saved.pop(weight.untyped_storage(), None)
-    return sum(saved.values()), max(saved.values())
+            with saved_tensors_hooks(save, lambda activation: activation):
+                model(input_ids=ids, attention_mask=mask, use_cache=False)
+            break
+        except Exception as error:  # a model's own code can raise anything
+            problem = summarize(error)
+    else:
+        caveat = (
+            f"a rule of thumb, {TYPICAL_BYTES} bytes per token, layer and hidden size, because "
+            f"{type(model).__name__} needs values to run: {problem}"
+        )
+        return Saved(math.nan, math.nan, math.nan, math.nan, caveat)
+    kept = sum(saved.values())
+    inside = marks[-1] - marks[0] if marks else kept
+    mean = inside / skeleton.config.get_text_config().num_hidden_layers
+    layer = max((after - before for before, after in pairwise(marks)), default=mean)
+    return Saved(kept, kept - inside, layer, max(saved.values(), default=0))
 
 
 # --------------------------------------------------------------------------------------------------
