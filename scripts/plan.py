@@ -214,7 +214,7 @@ def show(workload: Workload, cluster: GpuCluster, assumed: str, price: float | N
     )
     show_table([memory_cells(each) for each in estimates])
     for caveat in {each.memory.caveat for each in estimates} - {""}:
-        print(f"activations are estimated by {caveat}")
+        print(f"activations: {caveat}")
     print(
         "\nGB that a rank sends per step; hours and cost (--price) of the run; off by: 90% of such "
         "forecasts were within this error"

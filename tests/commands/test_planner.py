@@ -141,7 +141,7 @@ def test_saved_activations_are_those_of_a_model_with_weights(kind, trained):
 def test_a_model_that_cannot_be_measured_is_said_to_have_a_rule_of_thumb(workload, capsys):
     with torch.device("meta"):
         mamba = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **SIZES))
-    assert not measure_saved(mamba, 2, None, False, 1, 1, 64).caveat
+    assert "kernels" in measure_saved(mamba, 2, None, False, 1, 1, 64).caveat
     model = Architecture.of(workload.config.model, AutoConfig.for_model("jetmoe", **SIZES))
     show(replace(workload, architecture=model), NODE, "", None)
     assert capsys.readouterr().out.count("by a rule of thumb") == 1

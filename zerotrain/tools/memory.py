@@ -7,7 +7,6 @@ leaves out CUDA's context, NCCL's buffers and fragmentation in the allocator. Ke
 free for them.
 """
 
-import math
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, partial
@@ -109,7 +108,7 @@ class MemoryEstimate:
     nvme: float
     """NVMe of a node."""
     caveat: str
-    """What the activations were estimated by, if they were not measured as training runs them."""
+    """How the activations were found, if a run may need more or less."""
 
     @property
     def peak(self) -> float:
@@ -215,9 +214,6 @@ def _kept_activations(setup: Setup, sizes: RunSizes, tokens: int) -> Saved:
         measure_saved, skeleton, sizes.weight_bytes, masks, model.compile, sizes.tensor, sizes.stage
     )
     found = row(MEASURED_TOKENS)
-    if math.isnan(found.kept):
-        layer = TYPICAL_BYTES / 2 * sizes.weight_bytes * sizes.hidden * tokens
-        return Saved(sizes.layers * layer, 0, layer, layer, found.caveat)
     kept, outside, layer, largest = (size / MEASURED_TOKENS for size in found[:4])
     if is_padded:  # Masks, or scores, grow with the square of a row's length.
         growth = row(2 * MEASURED_TOKENS).kept / (2 * MEASURED_TOKENS) - kept
@@ -248,7 +244,7 @@ def measure_saved(
         length: tokens of the only row.
 
     Returns:
-        NaN, with a caveat, if the model cannot run without values.
+        A rule of thumb, with a caveat, if the model cannot run without values.
     """
     model = deepcopy(skeleton).to(torch.bfloat16 if weight_bytes == 2 else torch.float32)
     for module in model.modules():
@@ -260,28 +256,40 @@ def measure_saved(
         AttentionInterface.register(EMPTY_ATTENTION, attention)
         AttentionMaskInterface.register(EMPTY_ATTENTION, lambda **_: None)
         model.set_attn_implementation(EMPTY_ATTENTION)
+    caveat = ""
     saved, marks = {}, []  # bytes by storage; their sum before and after each layer
-    whole = hidden_size(model)
+    hidden, layers = hidden_size(model), model.config.get_text_config().num_hidden_layers
+    pieces = ranks
     weights = {weight.untyped_storage() for weight in model.parameters()}
 
     def save(activation: torch.Tensor) -> torch.Tensor:
         storage = activation.untyped_storage()
-        # Each rank of a tensor-parallel group has whole hidden states, and a piece of the others.
-        pieces = 1 if activation.shape[-1:] == (whole,) else ranks
         if storage not in weights:
-            saved.setdefault(storage, storage.nbytes() / pieces)
+            is_hidden = activation.shape[-1:] == (hidden,)
+            saved.setdefault(storage, storage.nbytes() / (1 if is_hidden else pieces))
         return activation
+
+    def divide(ranks: int, *_: Any) -> None:
+        """Each rank of a tensor-parallel group has whole hidden states and mixers, and a piece of
+        all other activations.
+        """
+        nonlocal pieces
+        pieces = ranks
 
     def mark(*_: Any) -> None:
         marks.append(sum(saved.values()))
 
-    for block in model.modules():
-        if isinstance(block, GradientCheckpointingLayer):
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
             if compiled:  # Inductor's choice of what to save, without its code for a device.
-                block.compile(dynamic=True, backend="aot_eager_decomp_partition")
+                module.compile(dynamic=True, backend="aot_eager_decomp_partition")
             else:  # In a compiled block, hooks would be compiled too.
-                block.register_forward_pre_hook(mark)
-                block.register_forward_hook(mark)
+                module.register_forward_pre_hook(mark)
+                module.register_forward_hook(mark)
+        if any(isinstance(child, nn.Conv1d) for child in module.children()):
+            caveat = "measured with mixers without kernels, which keep more than those with kernels"
+            module.register_forward_pre_hook(partial(divide, 1))
+            module.register_forward_hook(partial(divide, ranks))
     ids = torch.zeros(1, length, dtype=torch.int64, device="meta")
     head = model.get_output_embeddings()
     head.register_forward_pre_hook(lambda _, args: (args[0][:, :1].clone(), *args[1:]))
@@ -297,15 +305,15 @@ def measure_saved(
             problem = summarize(error)
     else:
         caveat = (
-            f"a rule of thumb, {TYPICAL_BYTES} bytes per token, layer and hidden size, because "
-            f"{type(model).__name__} needs values to run: {problem}"
+            f"estimated by a rule of thumb, {TYPICAL_BYTES} bytes per token, layer and hidden "
+            f"size, because {type(model).__name__} needs values to run: {problem}"
         )
-        return Saved(math.nan, math.nan, math.nan, math.nan, caveat)
+        layer = TYPICAL_BYTES / 2 * weight_bytes * hidden * length
+        return Saved(layers * layer, 0, layer, layer, caveat)
     kept = sum(saved.values())
     inside = marks[-1] - marks[0] if marks else kept
-    mean = inside / skeleton.config.get_text_config().num_hidden_layers
-    layer = max((after - before for before, after in pairwise(marks)), default=mean)
-    return Saved(kept, kept - inside, layer, max(saved.values(), default=0))
+    layer = max((after - before for before, after in pairwise(marks)), default=inside / layers)
+    return Saved(kept, kept - inside, layer, max(saved.values(), default=0), caveat)
 
 
 # --------------------------------------------------------------------------------------------------
