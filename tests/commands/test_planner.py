@@ -138,6 +138,15 @@ def test_saved_activations_are_those_of_a_model_with_weights(kind, trained):
     assert measured == pytest.approx(sum(saved.values()), rel=0.005)
 
 
+def test_a_tensor_parallel_rank_has_whole_mixers():
+    for kind, least, most in (("llama", 0.6, 0.8), ("qwen3_5_text", 0.95, 1)):
+        config = AutoConfig.for_model(kind, **SIZES, **MIXERS.get(kind, {}))
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(config)
+        whole, part = (measure_saved(skeleton, 2, False, False, n, 1, 128).kept for n in (1, 2))
+        assert least < part / whole < most, kind
+
+
 def test_a_model_that_cannot_be_measured_is_said_to_have_a_rule_of_thumb(workload, capsys):
     with torch.device("meta"):
         mamba = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **SIZES))
