@@ -25,7 +25,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from zerotrain.config.ds_config import group_sizes, offload_devices, secondary_ranks, zero_stage
-from zerotrain.model.architecture import hidden_size, sizes_of
+from zerotrain.model.architecture import hidden_size, sizes_of, text_modules
 from zerotrain.model.hub import summarize
 from zerotrain.model.packing import has_sdpa
 from zerotrain.training.loss import chunk_size
@@ -279,7 +279,7 @@ def measure_saved(
     def mark(*_: Any) -> None:
         marks.append(sum(saved.values()))
 
-    for module in model.modules():
+    for module in text_modules(model):
         if isinstance(module, GradientCheckpointingLayer):
             if compiled:  # Inductor's choice of what to save, without its code for a device.
                 module.compile(dynamic=True, backend="aot_eager_decomp_partition")
@@ -288,8 +288,9 @@ def measure_saved(
                 module.register_forward_hook(mark)
         if any(isinstance(child, nn.Conv1d) for child in module.children()):
             caveat = "measured with mixers without kernels, which keep more than those with kernels"
-            module.register_forward_pre_hook(partial(divide, 1))
-            module.register_forward_hook(partial(divide, ranks))
+            if ranks > 1:
+                module.register_forward_pre_hook(partial(divide, 1))
+                module.register_forward_hook(partial(divide, ranks))
     ids = torch.zeros(1, length, dtype=torch.int64, device="meta")
     head = model.get_output_embeddings()
     head.register_forward_pre_hook(lambda _, args: (args[0][:, :1].clone(), *args[1:]))
