@@ -14,13 +14,13 @@ from pathlib import Path
 
 # One percent above the sizes of today. CONTRIBUTING.md has the aims.
 LIMITS = {
-    "train.py and its imports": 42_900,
-    "the program for rows": 12_600,
-    "all but tests": 101_700,
-    "tests": 97_300,
-    "smallest copy, all but tests": 64_400,
-    "smallest copy, tests": 23_900,
-    "settings": 63,
+    "train.py and its imports": 43_900,
+    "the program for rows": 13_000,
+    "all but tests": 105_700,
+    "tests": 101_700,
+    "smallest copy, all but tests": 65_900,
+    "smallest copy, tests": 24_800,
+    "settings": 64,
 }
 ROWS = ("zerotrain/rows/", "scripts/tokenize/")
 LAYOUT = {
