@@ -23,7 +23,7 @@ from harness.repository import REPO
 from torch import nn
 
 READ_FROM = {
-    "deepspeed": "0.19.8", "torch": "2.13", "transformers": "5.23", "datasets": "5.2",
+    "deepspeed": "0.19.8", "torch": "2.13", "transformers": "5.24", "datasets": "5.2",
     "wandb": "0.31",
 }  # fmt: skip
 
