@@ -59,7 +59,7 @@ def main(config: Config) -> None:
         watch.model = engine.module
         # train_step uses only these fields of a Training.
         run = SimpleNamespace(
-            config=setup.config, engine=engine, loss=loss, ranks=ranks, timer=watch
+            config=setup.config, plan=plan, engine=engine, loss=loss, ranks=ranks, timer=watch
         )  # fmt: skip
         batches = load_steps(plan, ranks.data_rank, 0, 2, part=ranks.sequence_part)
         train.train_step(run, next(batches), math.inf)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from urllib.request import urlopen
 
 import pytest
 
@@ -43,6 +44,7 @@ class Server:
         self.files = S3FileSystem(
             key="key", secret="s3cret", endpoint_url=address, use_listings_cache=False
         )
+        urlopen(f"{address}/moto-api/reset", b"")  # buckets of an earlier server in this process
         self.files.mkdir("bucket")
         self.stop = server.shutdown
 

@@ -109,7 +109,7 @@ def test_packed_gradients_are_as_exact_as_padded_ones(tmp_path, device):
         name: relative_errors(compute(tmp_path, packed, device, torch.bfloat16, lengths), exact)
         for name, packed in (("errors of packed examples", True), ("of padded ones", False))
     }
-    print(json.dumps(errors))  # benchmarks/gpu.py shows them.
+    print(json.dumps(errors))  # The page of a GPU shows them.
     packed, padded = errors.values()
     assert {"embed_tokens", "q_proj", "k_norm", "down_proj", "norm", "lm_head"} < packed.keys()
     assert max(padded.values()) < 0.05, errors
