@@ -4,12 +4,14 @@ import copy
 import inspect
 import re
 import sys
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from harness.inputs import SMALL_SIZES, read_config
+from torch._dynamo.utils import counters
 from torch.nn.attention import restore_flash_attention_impl
 from transformers import (
     AutoModelForCausalLM,
@@ -28,6 +30,7 @@ from transformers import (
     RobertaConfig,
 )
 
+from zerotrain.config.schema import ModelConfig
 from zerotrain.data.loader import MicroBatch
 from zerotrain.model import packing
 from zerotrain.model.architecture import meta_model
@@ -36,6 +39,7 @@ from zerotrain.model.packing import PACKED_EXAMPLES, attend_within, resolve_batc
 from zerotrain.model.probes import check_packing
 from zerotrain.runtime.errors import UserError
 from zerotrain.runtime.machine import Machine
+from zerotrain.training.engine import change_blocks
 
 torch.set_num_threads(1)  # for models this small, threads cost more than they save
 
@@ -79,9 +83,15 @@ def make(architecture, attention=None):
     return model
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_packed_examples_equal_each_alone(name, checkpointing):
+@pytest.mark.parametrize(
+    "name, checkpointing, compiled",
+    [
+        *product(FAMILIES, [False, True], [False]),
+        ("llama, grouped heads", True, True),
+        ("lfm2, convolutions", True, True),
+    ],
+)
+def test_packed_examples_equal_each_alone(name, checkpointing, compiled):
     """Compare logits and gradients in fp32, with windows shorter than the examples."""
     own = make(FAMILIES[name])
     ours = make(FAMILIES[name], PACKED_EXAMPLES)
@@ -89,17 +99,22 @@ def test_packed_examples_equal_each_alone(name, checkpointing):
     lengths = [12, 7, 1, 15]
     ids = torch.randint(3, 320, (1, sum(lengths)), generator=torch.Generator().manual_seed(1))
     position_ids = torch.cat([torch.arange(n) for n in lengths])[None]
-    if checkpointing:
-        ours.activation_checkpointing_enable({"use_reentrant": False})
+    options = ModelConfig("x", activation_checkpointing=checkpointing, compile=compiled)
+    change_blocks(ours, options, 0)
+    counters.clear()
     ours.train()
     batch = MicroBatch.of(ids.numpy(), ids.numpy() < 0, position_ids=position_ids.numpy())
-    with attend_within(batch) as inputs:
+    eager = torch.compiler.set_stance("default", force_backend="eager")  # graphs as they are
+    with attend_within(batch) as inputs, eager:
         packed = ours(input_ids=ids, use_cache=False, **inputs).logits
     alone = [own(input_ids=part, use_cache=False).logits for part in ids.split(lengths, 1)]
     alone = torch.cat(alone, 1)
     weights = torch.randn(packed.shape, generator=torch.Generator().manual_seed(2))
-    for logits in (packed, alone):
-        (logits * weights).sum().backward()
+    with eager:
+        for logits in (packed, alone):
+            (logits * weights).sum().backward()
+    # A layer has a graph before its attention or mixer and one after it.
+    assert counters["stats"]["unique_graphs"] >= (4 if compiled else 0)
     assert (packed - alone).abs().max() < 1e-6 * alone.abs().max()
     pairs = zip(own.parameters(), ours.parameters(), strict=True)
     gradients = [(p.grad, other.grad) for p, other in pairs if p.grad is not None]

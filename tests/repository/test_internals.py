@@ -115,6 +115,7 @@ INTERNALS = {
     """,
     "zerotrain/training/engine.py": """
         deepspeed.runtime.engine: basic_optimizer first_dataloader_check
+        transformers.modeling_utils: _set_gradient_checkpointing
     """,
     "zerotrain/training/loss.py": """
         deepspeed.runtime.chunked_cross_entropy: chunked_cross_entropy

@@ -114,7 +114,6 @@ class ModelConfig(Section):
     compile: bool = False
     """torch.compile each block: faster after minutes of compilation; needs a C++ compiler on CPU.
     Micro-batches of few tokens gain most. Experts are compiled too, except experts with adapters.
-    With activation_checkpointing, blocks are compiled only if data.batching is bucketed.
     """
     trust_remote_code: bool = False
     """Run Python code that comes with the model; settable only on the command line. Read that code

@@ -4,12 +4,15 @@ import os
 import sys
 import threading
 from contextlib import redirect_stdout
+from functools import cache, partial
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.utils import set_z3_leaf_module
+from torch.utils.checkpoint import checkpoint
 from torch.utils.cpp_extension import get_default_build_root
 from transformers import PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -145,6 +148,19 @@ def check_engine(
         ranks.run_on_all(lambda: check_packing(engine, tokens))
 
 
+compile_once = cache(partial(torch.compile, dynamic=True))
+
+
+@torch.compiler.disable
+def checkpoint_compiled(forward: partial, *states: torch.Tensor) -> Any:
+    """Checkpoint a block's forward pass, compiled. transformers calls it in each block.
+
+    torch cannot compile a checkpoint around packed attention, which is never compiled itself.
+    """
+    run = partial(compile_once(forward.func), *forward.args, **forward.keywords)
+    return checkpoint(run, *states, use_reentrant=False)
+
+
 def change_blocks(model: torch.nn.Module, options: ModelConfig, stage: int) -> None:
     """Apply model.activation_checkpointing and model.compile to a model's blocks, and at ZeRO
     stage 3 have each block gathered as a whole. To be called before deepspeed.initialize.
@@ -164,6 +180,8 @@ def change_blocks(model: torch.nn.Module, options: ModelConfig, stage: int) -> N
         torch.compiler.config.recompile_limit = MAX_GRAPHS
         for block in blocks:
             block.compile(dynamic=True)
+        if options.activation_checkpointing:
+            model._set_gradient_checkpointing(gradient_checkpointing_func=checkpoint_compiled)
     if stage == 3 and blocks:
         # ZeRO-3 reduces a block's gradients once autograd has the gradient of the block's input. If
         # everything before the block is frozen, its input needs no gradient, and ZeRO-3 would
