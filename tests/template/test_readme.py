@@ -23,7 +23,7 @@ README = (REPO / "README.md").read_text()
 FOLDERS = "zerotrain|scripts|tests|recipes|ds_configs|docs|deploy|benchmarks|data"
 SECTIONS = "model|data|train|eval|checkpoint|tracking|distributed"
 WHOLE_DEMO = "WHOLE_DEMO" in os.environ
-HELD_OUT = 200 if WHOLE_DEMO else 20  # rows
+TRAINED, HELD_OUT = (4000, 200) if WHOLE_DEMO else (400, 6)  # rows
 # README.md first: it makes the run that the other pages use. recipes/ last: it overwrites
 # recipes/mine.yaml.
 PAGES = (
@@ -125,7 +125,7 @@ def check_without_running(command, forks):
 @pytest.mark.timeout(1500)
 def test_the_commands_run_in_a_fresh_copy(tmp_path):
     """They run in order, in a clean checkout with an empty HOME and this .venv. Unless WHOLE_DEMO
-    is set, the demo trains for 15 steps, with a short warm-up, and answers 20 questions.
+    is set, the demo trains for 15 steps, with a short warm-up, and answers 6 questions.
     """
     copy = tmp_path / "copy"
     copy_repository(copy)
@@ -134,7 +134,7 @@ def test_the_commands_run_in_a_fresh_copy(tmp_path):
         pytest.skip("needs the .venv that ./scripts/test.sh creates")
     (copy / ".venv").symlink_to(venv)
     (tmp_path / "home").mkdir()
-    for name, rows in (("train", 20 * HELD_OUT), ("eval", HELD_OUT)):
+    for name, rows in (("train", TRAINED), ("eval", HELD_OUT)):
         file = copy / "data" / "sample" / f"{name}.jsonl"
         file.write_text("".join(file.read_text().splitlines(keepends=True)[:rows]))
     # drop the variables that `run` sets for this checkout, and keep the machine's PYTHONPATH
