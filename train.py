@@ -177,7 +177,7 @@ def main(config: Config, dry_run: bool = False) -> None:
             metrics=metrics,
             reporter=StepReporter(setup, start.plan, metrics, ranks),
             timer=PhaseTimer(ranks.device),
-            hang_watch=HangWatch(job.timeout_seconds),
+            hang_watch=HangWatch(job.timeout_seconds, config.output_dir),
         )
         exit_code = run_to_its_end(run, start.progress)
     if exit_code:

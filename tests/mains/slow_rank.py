@@ -38,7 +38,7 @@ def main(config, dry_run):
 
     deepspeed.initialize = initialize_late
     train.load_steps = load_late
-    train.HangWatch = lambda timeout_seconds: HangWatch(2)
+    train.HangWatch = lambda _, run_folder: HangWatch(2, run_folder)
     steps.WINDOW_STEPS = 10
     engine.LOCK_SECONDS = 0.5 if "COMPILES_SECONDS" not in os.environ else 0.05
     train.main(config, dry_run)

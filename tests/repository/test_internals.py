@@ -50,6 +50,9 @@ INTERNALS = {
         deepspeed.runtime.config_utils: dict_raise_error_on_duplicate_keys
         deepspeed.runtime.zero.config: DeepSpeedZeroConfig
     """,
+    "zerotrain/runtime/hang.py": """
+        torch.distributed.distributed_c10d: _distributed_c10d
+    """,
     "zerotrain/runtime/process_group.py": """
         deepspeed.ops: __compatible_ops__
         torch.distributed.distributed_c10d: _world pg_map _set_pg_timeout

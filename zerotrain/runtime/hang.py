@@ -4,6 +4,10 @@ import faulthandler
 import os
 import subprocess
 import sys
+import threading
+from pathlib import Path
+
+from torch._C import _distributed_c10d as c10d
 
 from zerotrain.runtime.errors import rank_prefix
 
@@ -13,11 +17,14 @@ class HangWatch:
     group's timeout. At the timeout, ranks that wait in a collective fail.
 
     All ranks print their stacks. The others wait for a rank that is not in the same collective. A
-    rank that prints nothing is stopped, or its host is lost.
+    rank that prints nothing is stopped, or its host is lost. Each rank also writes its last
+    collectives to the run folder.
     """
 
-    def __init__(self, timeout_seconds: float) -> None:
+    def __init__(self, timeout_seconds: float, run_folder: str) -> None:
         self._seconds = 0.9 * timeout_seconds
+        self._file = Path(run_folder, f"collectives_{os.environ['RANK']}")
+        self._timer = threading.Timer(0, print)
         # faulthandler prints even while no Python code runs. It needs a real file, so another
         # process adds the rank's prefix.
         self._sed = subprocess.Popen(
@@ -30,7 +37,17 @@ class HangWatch:
     def restart(self) -> None:
         """Start the count again; to be called before every step, evaluation and save."""
         faulthandler.dump_traceback_later(self._seconds, file=self._sed.stdin)
+        self._timer.cancel()
+        self._timer = threading.Timer(self._seconds, self._record)
+        self._timer.start()
+
+    def _record(self) -> None:
+        """Write this rank's last collectives, of gloo and of NCCL, as torch has recorded them."""
+        dumps = [getattr(c10d, name)() for name in dir(c10d) if name.endswith("_trace_json")]
+        self._file.write_bytes(b"\n".join([rank_prefix().encode(), *dumps]))
+        print(f"which rank do they wait for? python -m scripts.who_waits {self._file.parent}")
 
     def close(self) -> None:
+        self._timer.cancel()
         faulthandler.cancel_dump_traceback_later()
         self._sed.communicate()
