@@ -1,4 +1,4 @@
-"""Two hosts on one machine.
+"""Hosts on one machine.
 
 Each host has its own network, PID, mount and UTS namespaces, its own address and its own sshd. This
 needs root and Debian packages, which `why_not` lists. Test files get the fixtures from here.
@@ -16,6 +16,7 @@ from harness.repository import REPO
 # Simultaneous test runs have different names and addresses.
 TAG = f"h{os.getpid() % 10**7}"
 PREFIX = f"10.{64 + os.getpid() // 250 % 128}.{os.getpid() % 250}"
+ALL = (1, 2, 3)
 NEEDED = ("ip", "unshare", "ssh", "ssh-keygen", "pdsh", "rsync", "/usr/sbin/sshd")
 
 
@@ -30,7 +31,9 @@ def why_not():
 
 
 class Hosts:
-    """node-1 and node-2 with addresses PREFIX.1 and PREFIX.2. This machine has PREFIX.254."""
+    """node-1 and node-2 with addresses PREFIX.1 and PREFIX.2, and node-3, which a test may boot.
+    This machine has PREFIX.254.
+    """
 
     def __init__(self, folder):
         self.folder = folder
@@ -44,9 +47,9 @@ class Hosts:
             subprocess.run(
                 ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.folder / key], check=True
             )
-        names = f"127.0.0.1 localhost\n{PREFIX}.1 node-1\n{PREFIX}.2 node-2\n"
-        (self.folder / "hosts").write_text(names)
-        blocks = "".join(f"Host node-{i} {PREFIX}.{i}\n HostName {PREFIX}.{i}\n" for i in (1, 2))
+        names = "".join(f"{PREFIX}.{i} node-{i}\n" for i in ALL)
+        (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
+        blocks = "".join(f"Host node-{i} {PREFIX}.{i}\n HostName {PREFIX}.{i}\n" for i in ALL)
         self.ssh_config.write_text(
             f"{blocks}Host *\n IdentityFile {self.folder}/id\n StrictHostKeyChecking no\n"
             f" UserKnownHostsFile {self.folder}/known_hosts\n LogLevel ERROR\n ConnectTimeout 5\n"
@@ -54,7 +57,7 @@ class Hosts:
         )
         sh(f"ip link add {TAG}br type bridge", f"ip addr add {PREFIX}.254/24 dev {TAG}br",
            f"ip link set {TAG}br up")  # fmt: skip
-        for i in (1, 2):
+        for i in ALL:
             sh(f"ip netns add {TAG}{i}",
                f"ip link add {TAG}v{i} type veth peer name eth0 netns {TAG}{i}",
                f"ip link set {TAG}v{i} master {TAG}br", f"ip link set {TAG}v{i} up",
@@ -64,7 +67,7 @@ class Hosts:
                f"ip -n {TAG}{i} link add docker0 type bridge",
                f"ip -n {TAG}{i} addr add 172.17.0.1/16 dev docker0",
                f"ip -n {TAG}{i} link set docker0 up")  # fmt: skip
-            self.boot(i)
+        self.revive()
         return self
 
     def boot(self, i, binds=None, environment=None):
@@ -131,7 +134,7 @@ class Hosts:
     def down(self):
         for i in list(self._processes):
             self.kill(i)
-        for i in (1, 2):
+        for i in ALL:
             subprocess.run(["ip", "netns", "del", f"{TAG}{i}"], capture_output=True)
             subprocess.run(["ip", "link", "del", f"{TAG}v{i}"], capture_output=True)
         subprocess.run(["ip", "link", "del", f"{TAG}br"], capture_output=True)

@@ -18,7 +18,7 @@ import pytest
 from harness.cures import refused
 from harness.processes import environment, run, wait_until
 from harness.repository import REPO
-from harness.runs import assert_each_step_once, curve, read_metrics
+from harness.runs import assert_each_step_once, curve, determined, read_metrics
 from namespaces import left_on_hosts, needs_hosts, start
 
 from zerotrain.launch.hostfile import read_hosts
@@ -98,6 +98,7 @@ def test_mistakes_on_the_command_line_are_one_line(tmp_path):
         ([LAUNCH, *script], "--hostfile"),
         ([LAUNCH, *hostfile, *script, "--train.nonsense", "1"], "train.nonsense"),
         ([LAUNCH, *hostfile, "--max_restarts", "-1", *script], "--max_restarts: -1 "),
+        ([LAUNCH, *hostfile, "--nodes", "2", *script], "--nodes 2: "),
         ([*NODE, *OPTIONS, "--ranks_per_node=0", script[1]], "--ranks_per_node: 0 "),
         ([*NODE, *OPTIONS, "--ranks_per_node=1", "--node_rank=2", script[1]], "nodes are 0 to 1"),
     ):
@@ -174,16 +175,19 @@ def test_an_unresolved_address_is_a_failure_unless_the_interface_is_given(tmp_pa
 
 
 def launch_here(tmp_path, code, slots):
-    """scripts/launch.sh with ranks that run `code`, and a stand-in for ssh that runs it here."""
+    """scripts/launch.sh with ranks that run `code`, and a stand-in for ssh that runs it here, with
+    a network of its own for each host.
+    """
     script, hostfile, ssh = (tmp_path / name for name in ("rank.py", "hostfile", "ssh"))
     script.write_text(code)
     hostfile.write_text(slots)
-    ssh.write_text('#!/bin/bash\nexec bash -c "${@: -1}"\n')
+    ssh.write_text('#!/bin/bash\nexec unshare -n bash -c "ip link set lo up; ${@: -1}"\n')
     ssh.chmod(0o755)
     limited = ["bash", "-c", 'ulimit -v 500000; PATH="$0:$PATH" exec "$@"', tmp_path]
     return run([*limited, LAUNCH, "--hostfile", hostfile, "--", script, tmp_path])
 
 
+@needs_hosts
 @pytest.mark.parametrize(
     "code, expected, line",
     [
@@ -214,6 +218,7 @@ os.kill(os.getppid(), 9)
 """
 
 
+@needs_hosts
 def test_errors_after_a_lost_host_are_one_line(tmp_path):
     done = launch_here(tmp_path, LOST, "here slots=1\nthere slots=1\n")
     assert "launch: there is lost" in done.output and "ZeroDivisionError" in done.output
@@ -237,6 +242,7 @@ sys.exit(2)
 """
 
 
+@needs_hosts
 def test_ranks_have_time_to_finish_after_a_mistake_on_another_host(tmp_path):
     done = launch_here(tmp_path, WRONG, "here slots=1\nthere slots=1\n")
     assert done.code == 2 and (tmp_path / "tidy").exists(), done.output
@@ -301,6 +307,19 @@ def test_every_rank_gets_command_environment_and_devices_as_they_are(hosts, tmp_
         assert seen["arguments"] == AWKWARD and seen["host"] == f"node-{host}"
         assert not any("s3cret" in line for line in seen["command_lines"])
     assert not left_on_hosts(str(script))
+
+
+@needs_hosts
+@pytest.mark.parametrize("nodes", [[], ["--nodes", "1"]])
+def test_a_machine_under_two_names_is_refused(hosts, tmp_path, nodes):
+    hostfile, script = tmp_path / "hostfile", tmp_path / "script.py"
+    script.touch()
+    hostfile.write_text(f"node-1 slots=1\n{namespaces.PREFIX}.1 slots=1\n")
+    done = namespaces.run(hosts, LAUNCH, "--hostfile", hostfile, *nodes, "--", script, code=2)
+    [line] = done.output.splitlines()
+    assert f"node-1 and {namespaces.PREFIX}.1 are the same machine; list it once" in line
+    hostfile.write_text("node-1 slots=1\n")
+    namespaces.run(hosts, LAUNCH, "--hostfile", hostfile, *nodes, "--", script, code=0)
 
 
 SLEEP = """
@@ -382,42 +401,53 @@ def at_step(folder, step):
 
 
 @needs_hosts
-def test_a_run_continues_without_a_lost_host_takes_it_back_and_resumes_under_deepspeed(
-    forks, hosts, hostfile, tiny_config, tmp_path
+def test_a_spare_host_replaces_a_lost_one_and_a_run_goes_on_with_fewer_and_under_deepspeed(
+    forks, hosts, tiny_config, tmp_path
 ):
-    """A link is cut and every process behind it is killed, so no process reports it. The job stops
-    on the other host and continues there alone. The lost host returns, and the next restart uses
-    both. Then the job is preempted, and bare deepspeed finishes it. DeepSpeed's launcher starts on
-    the first host, as in its README.
+    """The job needs two of three hosts. A link is cut and every process behind it is killed, so no
+    process reports it. The spare replaces the host, and the losses stay the same bit for bit. The
+    spare is lost as well, and the job goes on alone on the first host. The host that was lost first
+    returns, and the next restart uses it. Then the job is preempted, and bare deepspeed finishes
+    it. DeepSpeed's launcher starts on the first host, as in its README.
     """
     config = tiny_config(
         train__steps=90, checkpoint={"every_steps": 5}, ds_config="ds_configs/zero1.json"
     )
     forks.finish(config, "--output_dir", tmp_path / "whole", ranks=2)
-    log, folder = tmp_path / "log", tmp_path / "run"
-    options = ["--max_restarts", "1", "--restart_wait_seconds", "0"]
+    log, folder, hostfile = tmp_path / "log", tmp_path / "run", tmp_path / "hostfile"
+    slots = [f"{name} slots=1\n" for name in ("node-1", "node-2", "node-3")]
+    hostfile.write_text("".join(slots))
+    hosts.boot(3)
+    options = ["--nodes", "2", "--max_restarts", "1", "--restart_wait_seconds", "0"]
     process = start(
         hosts, log, LAUNCH, "--hostfile", hostfile, *options, "--", "train.py", "--config", config
     )
 
-    def restarts():
-        return log.read_text().count("launch: restart from step_")
+    def seen(text, times=1):
+        wait_until(lambda: log.read_text().count(text) == times, process, log)
 
     def new_checkpoint():
         done = read_metrics(folder)[-1]["step"]
         wait_until(at_step(folder, done // 5 * 5 + 10), process, log)
 
+    def lose(i):
+        hosts.cut(i)
+        hosts.kill(i)
+
     try:
         wait_until(at_step(folder, 10), process, log)
-        hosts.cut(2)
-        hosts.kill(2)
-        wait_until(lambda: "launch: continuing on node-1" in log.read_text(), process, log)
+        lose(2)
+        seen("launch: continuing on node-1, node-3: node-2: ssh: ")
+        seen("launch: restart from step_")
+        new_checkpoint()
+        lose(3)
+        seen("launch: continuing on node-1: ")
+        alone = read_metrics(folder)[-1]["step"] // 5 * 5
         hosts.mend(2)
         hosts.boot(2)
-        wait_until(restarts, process, log)
         new_checkpoint()
         hosts.run(1, kill("[t]rain.py --config"))
-        wait_until(lambda: restarts() == 2, process, log)
+        seen("launch: restart from step_", times=3)
         new_checkpoint()
         while process.poll() is None:
             process.terminate()
@@ -427,7 +457,9 @@ def test_a_run_continues_without_a_lost_host_takes_it_back_and_resumes_under_dee
     assert process.returncode == 75, log.read_text()
     done = read_metrics(folder)[-1]["step"]
     assert done < 90 and at_step(folder, done)()
+    assert determined(folder)[:alone] == determined(tmp_path / "whole")[:alone]
     assert not left_on_hosts(str(config))
+    hostfile.write_text("".join(slots[:2]))
 
     (tmp_path / "env").write_text(
         "DS_ACCELERATOR=cpu\nOMP_NUM_THREADS=1\nGLOO_SOCKET_IFNAME=eth0\nHF_HUB_OFFLINE=1\n"

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from zerotrain.launch.host_report import Problem
+from zerotrain.launch.hostfile import refuse_same_machine
 from zerotrain.launch.job import Job, needs_of, remote_command
 from zerotrain.runtime.errors import first_of
 
@@ -76,9 +77,14 @@ def differences(reports: Reports) -> Iterator[tuple[str, Problem]]:
 
 
 def check_hosts(job: Job) -> tuple[Reports, list[tuple[str, Problem]]]:
-    """Return the reports of all hosts, and (host, problem) for each problem."""
+    """Return the reports of all hosts, and (host, problem) for each problem.
+
+    Raises:
+        UserError: two hosts are the same machine.
+    """
     with ThreadPoolExecutor(64) as pool:
         found = pool.map(partial(read_report, job), job.hosts)
         reports = dict(zip(job.hosts, found, strict=True))
+    refuse_same_machine({host: r["machine"] for host, r in reports.items() if "machine" in r})
     own = [(host, Problem(*problem)) for host, r in reports.items() for problem in r["problems"]]
     return reports, [*own, *differences(reports)]

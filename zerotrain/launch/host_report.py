@@ -25,6 +25,7 @@ import xxhash
 from zerotrain.checkpoint.run_folder import checkpoints_folder, list_complete
 from zerotrain.config.parse import dump_config, parse_command_line
 from zerotrain.config.schema import chat_template_file
+from zerotrain.launch.hostfile import machine_id
 from zerotrain.rows.sources import local_files
 from zerotrain.runtime.errors import UserError, describe
 
@@ -206,4 +207,4 @@ def report(argv: Sequence[str] | None, ranks: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     found = report(*json.load(sys.stdin))
-    print(json.dumps({**found, "clock": time.time()}))
+    print(json.dumps({**found, "machine": machine_id(), "clock": time.time()}))

@@ -3,6 +3,7 @@
 import argparse
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from zerotrain.runtime.errors import UserError
 from zerotrain.runtime.files import read_text
@@ -70,3 +71,26 @@ def between(least: int, most: int) -> Callable[[str], int]:
 
 def world_size(hosts: Hosts) -> int:
     return sum(map(len, hosts.values()))
+
+
+def machine_id() -> str:
+    """Return an id of this machine. Containers with a network of their own have different ids."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {Path('/proc/self/ns/net').stat().st_ino}"
+
+
+def refuse_same_machine(ids: Mapping[str, str]) -> None:
+    """Check that the hosts are different machines.
+
+    Args:
+        ids: the `machine_id` of each host.
+
+    Raises:
+        UserError: two names are the same machine. Its ranks would share GPUs.
+    """
+    names = {}
+    for host, machine in ids.items():
+        if names.setdefault(machine, host) != host:
+            raise UserError(
+                f"hostfile: {names[machine]} and {host} are the same machine; list it once"
+            )

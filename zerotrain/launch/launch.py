@@ -17,10 +17,10 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-from zerotrain.launch.hostfile import between, world_size
+from zerotrain.launch.hostfile import between, refuse_same_machine, world_size
 from zerotrain.launch.job import Job, job_of, job_parser, needs_of, remote_command
 from zerotrain.launch.node import EVENT, FORWARDED, GRACE_SECONDS
-from zerotrain.launch.restart import prepare_restart
+from zerotrain.launch.restart import choose_hosts
 from zerotrain.runtime.errors import (
     EXIT_FAILURE,
     EXIT_PREEMPTED,
@@ -92,7 +92,7 @@ def event_of(line: str) -> dict | None:
             match json.loads(line.removeprefix(EVENT)):
                 case (
                     {"failed": str(), "code": int()}
-                    | {"client": str(), "server": str(), "port": int()}
+                    | {"client": str(), "server": str(), "port": int(), "machine": str()}
                 ) as event:
                     return event
     return None
@@ -124,7 +124,7 @@ class Attempt:
         """Run the job to its end.
 
         Raises:
-            UserError: a host cannot be reached.
+            UserError: a host cannot be reached, or two hosts are the same machine.
         """
         deadline = time.monotonic() + CONNECT_SECONDS
         try:
@@ -149,7 +149,12 @@ class Attempt:
                     connection.process.kill()
 
     def start_ranks(self) -> None:
-        """Send each host what its ranks need."""
+        """Send each host what its ranks need.
+
+        Raises:
+            UserError: two hosts are the same machine.
+        """
+        refuse_same_machine({c.host: c.greeting["machine"] for c in self.connections})
         self.has_started = True
         first = self.connections[0].greeting
         address = first["server"]
@@ -277,19 +282,28 @@ def receive_signals() -> list[int]:
     return received
 
 
-def launch(job: Job, max_restarts: int = 0, restart_wait_seconds: int = 120) -> Outcome:
+def launch(
+    job: Job, nodes: int | None = None, max_restarts: int = 0, restart_wait_seconds: int = 120
+) -> Outcome:
     """Run the job, restart it after failures, and return how it ended.
 
     It is not restarted after `max_restarts` restarts in a row without a new checkpoint. From now on
     this process forwards signals to stop to the job, and does not end by them.
 
+    Args:
+        nodes: how many hosts to use; the others are spare. None: all.
+
     Raises:
-        UserError: a host cannot be reached at the first start, or no restart is possible.
+        UserError: a host cannot be reached at the first start, or two hosts are the same machine.
+        RunFailed: there are too few healthy hosts.
     """
     now = job
+    chosen = [*job.hosts][:nodes]
     restarts = 0
     saved = None
     received = receive_signals()
+    if len(chosen) < len(job.hosts):
+        now, _ = choose_hosts(job, chosen, restart_wait_seconds, received)
     while True:
         try:
             outcome = Attempt(now, received).run()
@@ -303,11 +317,21 @@ def launch(job: Job, max_restarts: int = 0, restart_wait_seconds: int = 120) -> 
         if is_over or max_restarts == 0:
             return outcome
         before = saved
-        now, saved = prepare_restart(job, restart_wait_seconds, received)
+        now, saved = choose_hosts(job, chosen, restart_wait_seconds, received)
         restarts = 1 if saved != before else restarts + 1
         if restarts > max_restarts:
             return outcome
         print(f"launch: restart from {saved or 'the beginning'}")
+
+
+def check_spares(job: Job, nodes: int | None) -> None:
+    """Raise UserError if the hostfile has fewer hosts than `nodes`, or hosts that differ."""
+    slots = {len(devices) for devices in job.hosts.values()}
+    if nodes and (nodes > len(job.hosts) or len(slots) > 1):
+        raise UserError(
+            f"--nodes {nodes}: list at least {nodes} hosts in the hostfile, with the same number "
+            "of slots, so that a spare host takes as many ranks as a lost one had"
+        )
 
 
 def main() -> int:
@@ -327,9 +351,17 @@ def main() -> int:
         metavar="N",
         help="seconds to wait for all hosts before a restart on the healthy ones (120)",
     )
+    parser.add_argument(
+        "--nodes",
+        type=between(1, 100_000),
+        metavar="N",
+        help="use N hosts; the others in the hostfile are spare, and one replaces a lost host "
+        "(default: use all)",
+    )
     arguments = parser.parse_args()
     job = job_of(arguments)
-    code = launch(job, arguments.max_restarts, arguments.restart_wait_seconds).code
+    check_spares(job, arguments.nodes)
+    code = launch(job, arguments.nodes, arguments.max_restarts, arguments.restart_wait_seconds).code
     for number in FORWARDED:  # while Python shuts down, a signal must not change the exit code
         signal.signal(number, signal.SIG_IGN)
     return code

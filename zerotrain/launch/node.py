@@ -12,8 +12,8 @@ signal N.
 Under launch.sh, the wrapper prints its address and a free port, and reads the job from standard
 input. Later lines are names of signals. It ends its ranks when its input is closed, or silent for
 too long, because a cut link closes nothing. It talks to launch.sh in lines of EVENT and a JSON
-object, among the ranks' lines: {"client", "server", "port"} when it is ready, {"failed", "code"}
-when a rank has failed.
+object, among the ranks' lines: {"client", "server", "port", "machine"} when it is ready, {"failed",
+"code"} when a rank has failed.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from pathlib import Path
 
 import psutil
 
-from zerotrain.launch.hostfile import between
+from zerotrain.launch.hostfile import between, machine_id
 from zerotrain.runtime.errors import (
     EXIT_PREEMPTED,
     EnvironmentFailure,
@@ -210,9 +210,11 @@ def interface_towards(address: str) -> str:
 
 
 def greeting() -> dict:
-    """Return this ssh connection's addresses (client, server), and a port that is free here."""
+    """Return this ssh connection's addresses (client, server), a port that is free here, and the
+    machine's id.
+    """
     client, _, server, _ = os.environ.get("SSH_CONNECTION", "127.0.0.1 0 127.0.0.1 0").split()
-    return {"client": client, "server": server, "port": free_port()}
+    return {"client": client, "server": server, "port": free_port(), "machine": machine_id()}
 
 
 def read_requests(requests: "queue.SimpleQueue[str]") -> None:
