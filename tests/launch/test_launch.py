@@ -11,9 +11,11 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import namespaces
 import numpy as np
+import psutil
 import pytest
 from harness.cures import refused
 from harness.processes import environment, run, wait_until
@@ -23,7 +25,8 @@ from namespaces import left_on_hosts, needs_hosts, start
 
 from zerotrain.launch.hostfile import read_hosts
 from zerotrain.launch.job import job_of, job_parser
-from zerotrain.launch.node import EVENT
+from zerotrain.launch.node import EVENT, stalled_seconds
+from zerotrain.tools.records import read_stalls
 
 pytest_plugins = ["namespaces"]
 LAUNCH = REPO / "scripts/launch.sh"
@@ -323,9 +326,9 @@ def test_a_machine_under_two_names_is_refused(hosts, tmp_path, nodes):
 
 
 SLEEP = """
-import os, pathlib, signal, sys, time
+import os, pathlib, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-pathlib.Path(sys.argv[1], f"started_{os.environ['RANK']}").touch()
+pathlib.Path(__file__).with_name(f"started_{os.environ['RANK']}").touch()
 time.sleep(1000)
 """
 
@@ -339,12 +342,12 @@ def sleeping(hosts, hostfile, tmp_path):
     """Starts ranks that ignore SIGTERM on both hosts: (launch.sh, its log, their script)."""
     started = []
 
-    def start_one(name):
+    def start_one(name, *words):
         folder = tmp_path / name
         folder.mkdir()
-        script, log = folder / f"sleep_{name}.py", folder / "log"
+        script, log = folder / f"{name}.py", folder / "log"
         script.write_text(SLEEP)
-        job = start(hosts, log, LAUNCH, "--hostfile", hostfile, "--", script, folder)
+        job = start(hosts, log, LAUNCH, "--hostfile", hostfile, "--", script, *words)
         started.append(job)
         wait_until(lambda: len([*folder.glob("started_?")]) == 2, job, log)
         return job, log, script
@@ -365,7 +368,7 @@ def assert_none_left(script, until):
 def test_however_it_ends_nothing_is_left_and_nothing_else_is_touched(hosts, sleeping):
     """A rank is killed, launch.sh is killed, or it gets Ctrl-C twice."""
     other = subprocess.Popen(hosts.ssh(1, "exec -a 'python -u train.py' sleep 300"))
-    jobs = [sleeping(name) for name in ("rank", "launcher", "user")]
+    jobs = [sleeping(f"sleep_{name}") for name in ("rank", "launcher", "user")]
     (rank, log, _), (launcher, *_), (user, *_) = jobs
     hosts.run(2, kill("[s]leep_rank.py"))
     launcher.kill()
@@ -385,11 +388,55 @@ def test_however_it_ends_nothing_is_left_and_nothing_else_is_touched(hosts, slee
 
 @needs_hosts
 def test_a_host_behind_a_cut_link_ends_its_ranks_within_a_minute(hosts, sleeping):
-    job, log, script = sleeping("cut")
+    job, log, script = sleeping("sleep_cut")
     began = time.monotonic()
     hosts.cut(2)
     assert job.wait(200) == 1 and "launch: node-2 is lost" in log.read_text(), log.read_text()
     assert_none_left(script, began + 64)  # 60 s, and 4 s for signals
+
+
+@needs_hosts
+def test_a_host_that_stalls_is_named_while_the_job_runs(hosts, sleeping, tiny_config, tmp_path):
+    """One host is stopped for 0.3 s in every 0.6 s, and the other one once for 5 s."""
+    (tmp_path / "run").mkdir()
+    _, log, _ = sleeping("train", "--config", tiny_config())
+
+    def running_on(i):
+        server = f" {namespaces.PREFIX}.{i} 22"
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get("SSH_CONNECTION", "").endswith(server):
+                    yield process
+
+    first, second = ([*running_on(i)] for i in (1, 2))
+    assert len(first) > 1 < len(second)  # wrapper and rank
+    began = time.monotonic()
+    is_stopped = False
+    while len(stalls := read_stalls(tmp_path / "run")) < 2 and time.monotonic() < began + 60:
+        for process in first:
+            process.suspend()
+        if not is_stopped and time.monotonic() > began + 4:
+            is_stopped = True
+            for process in second:
+                process.suspend()
+        if is_stopped and time.monotonic() > began + 9:
+            for process in second:
+                process.resume()
+        time.sleep(0.3)
+        for process in first:
+            process.resume()
+        time.sleep(0.3)
+    named = {host: seconds for _, host, seconds in stalls}
+    assert 8 < named["node-1"] < 25 and 4 < named["node-2"] < 8, log.read_text()
+    for host in named:
+        assert f"launch: {host} did not run for " in log.read_text()
+
+
+def test_a_busy_host_does_not_stall():
+    times = np.arange(0, 30, 0.1)
+    late = times + np.random.default_rng(0).uniform(0, 0.15, len(times))
+    assert stalled_seconds(times) == stalled_seconds(np.sort(late)) == 0
+    assert stalled_seconds(np.where(times > 9, times + 5, times)) == pytest.approx(5, abs=0.2)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -442,7 +489,8 @@ def test_a_spare_host_replaces_a_lost_one_and_a_run_goes_on_with_fewer_and_under
         new_checkpoint()
         lose(3)
         seen("launch: continuing on node-1: ")
-        alone = read_metrics(folder)[-1]["step"] // 5 * 5
+        seen("launch: restart from step_", times=2)
+        alone = int(re.findall(r"restart from step_(\d+)", log.read_text())[-1])
         hosts.mend(2)
         hosts.boot(2)
         new_checkpoint()

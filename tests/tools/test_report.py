@@ -59,6 +59,11 @@ def write_run(folder, steps, hostile=""):
     records.append({"kind": "event", "step": steps, "name": "x" + hostile, "text": hostile})
     lines = [json.dumps({"time": 1.8e9 + r["step"] / 2, **r}) + "\n" for r in records]
     (folder / "metrics.jsonl").write_text("".join(lines))
+    stalls = [
+        {"time": 1.8e9 + second, "host": f"node-1{hostile}", "stalled_seconds": 2.5}
+        for second in (20, 30)
+    ]
+    (folder / "stalls.jsonl").write_text("\n".join(map(json.dumps, [*stalls, [1], {}])))
     return folder
 
 
@@ -80,7 +85,7 @@ def test_a_run_is_drawn_with_all_that_it_has_recorded(draw, tmp_path, capsys):
     first, *folded = page.split("<details")
     for text in (
         "200 steps on 4 ranks", "held out: 3.000", "<b>0:01:40</b><br>time", "<b>1</b><br>restarts",
-        "<b>3</b><br>incidents", "<b>8,000</b><br>tokens/s", "Learning rate", "of each source",
+        "<b>4</b><br>incidents", "<b>8,000</b><br>tokens/s", "Learning rate", "of each source",
         '"name":"math"',
         "Gradient norm",
     ):  # fmt: skip
@@ -90,6 +95,7 @@ def test_a_run_is_drawn_with_all_that_it_has_recorded(draw, tmp_path, capsys):
         "Waiting for data", '"name":"max"', "Incidents",
         "<td>1+1?</td><td></td><td>?</td><td>0.0</td>", "<tr><td>0</td><td>8</td>",
         "<td>60</td><td>rank 7 @ node-1 is slow, 3 times in a row: compute_seconds 8, work 8",
+        "<td>60</td><td>node-1 did not run for 5.0 s, 2 times</td>",
         "<td>99</td><td>4</td><td>8 x node-0: x</td>", "seed: 200",
     ):  # fmt: skip
         assert any(text in part for part in folded), text
@@ -146,7 +152,7 @@ def test_memory_and_time_do_not_follow_from_what_a_stranger_has_written(tmp_path
     run = read_run(runs[0])
     assert len(run.series) == MAX_SERIES and "x4_0" not in run.series
     page = report_page(runs)
-    assert "50 series" in page and "<b>303</b><br>incidents" in page
+    assert "50 series" in page and "<b>304</b><br>incidents" in page
     assert "+b1999: 1" not in page and "+b1990: 1" in page
 
 

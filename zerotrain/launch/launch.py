@@ -16,6 +16,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from zerotrain.launch.hostfile import between, refuse_same_machine, world_size
 from zerotrain.launch.job import Job, job_of, job_parser, needs_of, remote_command
@@ -28,6 +29,7 @@ from zerotrain.runtime.errors import (
     UserError,
     exit_on_error,
 )
+from zerotrain.tools.records import STALLS
 
 CONNECT_SECONDS = 20
 PING_SECONDS = 1.0
@@ -92,6 +94,7 @@ def event_of(line: str) -> dict | None:
             match json.loads(line.removeprefix(EVENT)):
                 case (
                     {"failed": str(), "code": int()}
+                    | {"stalled": float(), "watched": float()}
                     | {"client": str(), "server": str(), "port": int(), "machine": str()}
                 ) as event:
                     return event
@@ -244,7 +247,18 @@ class Attempt:
             self.fail(2, code, f"{source.host}: {source.last_line}")
 
     def handle_event(self, source: Connection, event: dict) -> None:
-        """Note that a wrapper is ready, or that one of its ranks has failed."""
+        """Note that a wrapper is ready, that its host did not run, or that a rank has failed."""
+        if "stalled" in event:
+            stalled = event["stalled"]
+            print(
+                f"launch: {source.host} did not run for {stalled:.1f} of {event['watched']:.0f} s"
+            )
+            if self.job.config is not None:
+                record = {"time": time.time(), "host": source.host, "stalled_seconds": stalled}
+                # This machine may not share the run's disk.
+                with suppress(OSError), Path(self.job.config.output_dir, STALLS).open("a") as file:
+                    file.write(json.dumps(record) + "\n")
+            return
         if "failed" not in event:
             source.greeting = event
             return

@@ -13,7 +13,7 @@ Under launch.sh, the wrapper prints its address and a free port, and reads the j
 input. Later lines are names of signals. It ends its ranks when its input is closed, or silent for
 too long, because a cut link closes nothing. It talks to launch.sh in lines of EVENT and a JSON
 object, among the ranks' lines: {"client", "server", "port", "machine"} when it is ready, {"failed",
-"code"} when a rank has failed.
+"code"} when a rank has failed, {"stalled", "watched"} in seconds when this host did not run.
 """
 
 import argparse
@@ -31,6 +31,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -48,6 +49,9 @@ EVENT = "zerotrain.launch.node: "
 POLL_SECONDS = 0.1
 # With GRACE_SECONDS and 5 s to kill, a job ends everywhere within a minute after a link was cut.
 SILENCE_SECONDS = 36.0
+WATCHED_SECONDS = 30.0
+STALL_SECONDS = 0.2  # A busy host delays a process that wakes up by less.
+STALLED_SHARE = 0.05  # Stalls of a larger share of the time are reported.
 GRACE_SECONDS = 15.0  # W&B takes up to 10 s to finish
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
@@ -130,8 +134,14 @@ def wait_for_ranks(running: dict[str, subprocess.Popen], requests: "queue.Simple
     exit_code = 0
     deadline = float("inf")
     stop = False
+    times = [time.monotonic()]
     while running and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
+        times.append(time.monotonic())
+        if (watched := times[-1] - times[0]) > WATCHED_SECONDS:
+            if (stalled := stalled_seconds(times)) > STALLED_SHARE * watched:
+                say({"stalled": stalled, "watched": watched})
+            del times[:-1]
         for name, process in list(running.items()):
             status = process.poll()
             if status is None:
@@ -159,6 +169,16 @@ def wait_for_ranks(running: dict[str, subprocess.Popen], requests: "queue.Simple
             send(running, signal.SIGTERM)
             deadline = time.monotonic() + GRACE_SECONDS
     return exit_code or (128 + signal.SIGKILL if running else 0)
+
+
+def stalled_seconds(times: Sequence[float]) -> float:
+    """Return how long this host did not run this process, as when it was stopped or had no CPU.
+
+    Args:
+        times: when the process ran, with pauses of POLL_SECONDS.
+    """
+    late = [after - before - POLL_SECONDS for before, after in pairwise(times)]
+    return sum(seconds for seconds in late if seconds > STALL_SECONDS)
 
 
 def say(event: Mapping) -> None:

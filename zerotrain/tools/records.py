@@ -4,21 +4,27 @@ All ranks have the same step time, because each step waits for the slowest rank.
 measures how long it computes without waiting for another.
 """
 
+import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median_low
 from typing import Any
 
 import numpy as np
 
+from zerotrain.checkpoint.manifest import stat_inside
 from zerotrain.tracking.metrics import metrics_lines, parse_record
 
 PHASES = [f"{phase}_seconds" for phase in ("data", "forward", "head", "backward", "optimizer")]
 COMPUTE_MARGIN = 0.25  # A slow rank computes this much longer than the median rank.
 WAIT_SHARE = 0.05  # Or it waits longer for data, by this share of a step.
 WINDOWS = 3  # A rank is named once it is slow in as many windows in a row.
+MAX_STALLS_BYTES = 1 << 24
+STALLS = "stalls.jsonl"
+"""File in a run folder: when launch.sh saw that a host did not run, and for how long."""
 MEASURED = ("compute_seconds", "work", "data_seconds")
 
 
@@ -55,6 +61,21 @@ def slow_ranks(by_rank: Sequence[Mapping[str, float]], step_seconds: float) -> l
     longest, slowest = ((1 + COMPUTE_MARGIN) * median_low(each) for each in (seconds, paces))
     is_late = waits > median_low(waits) + WAIT_SHARE * step_seconds
     return np.flatnonzero((seconds > longest) & (paces > slowest) | is_late).tolist()
+
+
+def read_stalls(run_folder: Path) -> list[tuple[float, str, float]]:
+    """Return when a host of a run did not run, its name, and for how many seconds, oldest first.
+    Lines that cannot be read are skipped, and all lines of a file that is too large.
+    """
+    found = []
+    with suppress(OSError, ValueError):
+        stat_inside(run_folder, STALLS, MAX_STALLS_BYTES)
+        for line in (run_folder / STALLS).read_bytes().splitlines():
+            with suppress(ValueError, LookupError, TypeError, RecursionError):
+                record = json.loads(line)
+                when, seconds = number(record["time"]), number(record["stalled_seconds"])
+                found.append((when, str(record["host"]), seconds))
+    return found
 
 
 class SlowRanks:

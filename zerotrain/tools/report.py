@@ -25,7 +25,7 @@ from zerotrain.checkpoint.manifest import stat_inside
 from zerotrain.checkpoint.run_folder import METRICS, RESOLVED_CONFIG, RESOLVED_DS_CONFIG
 from zerotrain.runtime.errors import describe
 from zerotrain.runtime.files import MAX_TEXT_BYTES
-from zerotrain.tools.records import MEASURED, PHASES, WINDOWS, SlowRanks, number
+from zerotrain.tools.records import MEASURED, PHASES, WINDOWS, SlowRanks, number, read_stalls
 from zerotrain.tracking.metrics import metrics_lines, parse_record
 
 # These colors are readable on white and on black.
@@ -139,6 +139,13 @@ def read_run(folder: Path, prefix: str = "") -> RunRecords:
         key: pd.Series(values, steps, dtype=float).groupby(level=0).last()
         for key, (steps, values) in columns.items()
     }
+    stalls = read_stalls(folder)
+    for host in [*dict.fromkeys(host for _, host, _ in stalls)][:MAX_SERIES]:
+        times, seconds = zip(*((when, s) for when, name, s in stalls if name == host), strict=True)
+        text = f"{host[:MAX_KEY_LENGTH]} did not run for {sum(seconds):.1f} s, {len(times)} times"
+        done = series["time"][series["time"] <= max(times)]
+        records["event"].append({"step": done.last_valid_index() or 0, "text": text})
+        counts["event"] += 1
     problems = []
     if counts["unreadable"]:
         problems.append(f"{METRICS}: {counts['unreadable']:,} lines cannot be read")
