@@ -65,6 +65,7 @@ AFTER = (6, "nccl:all_reduce", [16, 2]), (7, "nccl:broadcast", [8])
         (GATHER + [(6, "nccl:send 2->0", [8])], GATHER, None),
         (sorted(GATHER * 2), sorted(GATHER * 2), None),
         (GATHER, GATHER, None),
+        ([*GATHER, (10**18, "nccl:barrier", [])], GATHER, "waits in nccl:barrier"),
     ],
 )
 def test_files_of_nccl_name_the_rank_and_its_host(tmp_path, of_rank_2, of_others, said):

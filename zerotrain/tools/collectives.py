@@ -23,8 +23,8 @@ MAX_BYTES = 1 << 28
 HEAD = re.compile(r"\[rank (\d+) @ ([^]]*)\] ")
 OF_OTHER_SIZES = re.compile(r":(gather|scatter|all_?to_?all)")
 """Calls whose tensors may have another size on each rank."""
-Group = tuple[str, str, str]
-"""Name, description and, if they are recorded, the members."""
+Group = tuple[str, str]
+"""Name and description; the members, if they are recorded."""
 Calls = Mapping[Group, Mapping[int, str]]
 """The calls of a rank: those in a group by their numbers, as texts that are equal on all ranks."""
 
@@ -71,24 +71,26 @@ def add_calls(record: Mapping[str, Any], calls: dict[Group, dict[int, str]]) -> 
         raise ValueError(f"its version is {record['version']}, not 2")
     entries = record.get("entries", [])
     groups = {
-        name: (name, group["desc"], group["ranks"])
+        name: (f"{name} ({group['desc']})", group["ranks"])
         for name, group in record["pg_config"].items()
         if group["ranks"] != "[]"  # as in gloo's records
-    } or {"0": ("0", "default_pg", "")}
-    oldest = None
-    if entries and entries[0]["record_id"] > 0:  # Older calls were dropped, perhaps of its number.
-        oldest = entries[0]["collective_seq_id"]
+    } or {"0": ("0 (default_pg)", "")}
+    partial = None
+    if entries and entries[0]["record_id"] > 0:
+        # A full record drops its oldest calls. Of those with this number it may have dropped some.
+        partial = [entries[0][key] for key in ("process_group", "collective_seq_id")]
     else:  # A group without calls has none.
         calls.update({group: {} for group in groups.values() if group not in calls})
     for entry in entries:
-        if entry["is_p2p"] or entry["collective_seq_id"] == oldest:
+        place = [entry[key] for key in ("process_group", "collective_seq_id")]
+        if entry["is_p2p"] or place == partial:
             continue
-        name, description = entry["process_group"]
+        (name, description), number = place
         text = entry["profiling_name"]
         if not OF_OTHER_SIZES.search(text):
             text += f" {entry['input_sizes']}"
-        in_group = calls[groups.get(name, (name, description, ""))]
-        number = int(entry["collective_seq_id"])
+        in_group = calls[groups.get(name, (f"{name} ({description})", ""))]
+        number = int(number) % (1 << 64)
         # Coalesced calls share a number.
         in_group[number] = f"{in_group[number]} + {text}" if number in in_group else text
 
@@ -99,10 +101,10 @@ def disagreements(by_rank: Mapping[int, Calls]) -> Iterator[tuple[Group, int, di
     """
     for group in dict.fromkeys(group for calls in by_rank.values() for group in calls):
         known = {rank: calls[group] for rank, calls in by_rank.items() if group in calls}
-        made = [calls for calls in known.values() if calls]
         # A full record has dropped its oldest calls, on each rank another number of them.
-        first, last = max(map(min, made), default=1), max(map(max, made), default=0)
-        for number in range(first, last + 1):
+        first = max((min(calls) for calls in known.values() if calls), default=0)
+        numbers = {number for calls in known.values() for number in calls if number >= first}
+        for number in sorted(numbers):
             found = {rank: calls.get(number, "") for rank, calls in known.items()}
             if len({*found.values()}) > 1:
                 yield group, number, found
@@ -121,11 +123,11 @@ def who_waits(by_rank: Mapping[int, Calls], hosts: Mapping[int, str]) -> Iterato
 
     for rank in sorted(hosts.keys() - by_rank.keys()):
         yield f"{named(rank)}: no record: it is stopped, or busy outside Python, or lost"
-    for (name, description, _), number, found in disagreements(by_rank):
+    for (group, _), number, found in disagreements(by_rank):
         # If as many ranks lack the call, those that have made it are right.
         usual = max(found.values(), key=lambda call: (Counter(found.values())[call], call != ""))
         others = f"ranks {first_of([rank for rank, call in found.items() if call == usual])}"
-        where = f"call {number} of group {name} ({description})"
+        where = f"call {number} of group {group}"
         for rank, call in sorted(found.items()):
             if call and not usual:
                 yield f"{named(rank)} waits in {call}, {where}, which {others} have not called"
