@@ -77,6 +77,7 @@ from zerotrain.training.guard import (
 from zerotrain.training.loss import SupervisedLoss
 from zerotrain.training.optimizer import Schedule, make_schedule
 from zerotrain.training.out_of_memory import describe_micro_batch, explain_out_of_memory
+from zerotrain.training.replay import micro_steps
 from zerotrain.training.setup import open_data, open_run_on_all_ranks
 
 FINISHED = "finished"
@@ -330,16 +331,19 @@ def train_step(
     # Cross entropy and router loss of each micro-step, on the device: no micro-step waits for them.
     losses = torch.zeros(2, len(batch.micro_batches), dtype=torch.float64, device=ranks.device)
     names = run.plan.source_names
-    loss_sum.by_source = losses.new_zeros(len(names))
-    for i, micro_batch in enumerate(batch.micro_batches):
-        is_last = i == len(batch.micro_batches) - 1
+    every = run.config.train.replay_every
+    for i, is_last, watch in micro_steps(batch, every, engine.module, ranks):
+        if i == 0:  # also after a replay
+            loss_sum.by_source = losses.new_zeros(len(names))
+        micro_batch = batch.micro_batches[i]
         # DeepSpeed cannot count: the number of micro-steps differs between steps.
         engine.set_gradient_accumulation_boundary(is_last)
         cross_entropy, router = loss_sum(engine, micro_batch, at_head=lambda: timer.mark("forward"))
         loss = cross_entropy * scale + router * router_scale
         losses[:, i] = torch.stack([cross_entropy, router]).detach()
         timer.mark("head")
-        engine.backward(loss, scale_wrt_gas=False)
+        with watch:
+            engine.backward(loss, scale_wrt_gas=False)
         timer.mark("backward")
     # Calls engine.step(), which clips, updates and zeroes the gradients.
     grad_norm, is_applied = apply_update(engine, run.config.train.gradient_clipping, limit)

@@ -8,9 +8,9 @@ from zerotrain.runtime.process_group import process_group
 
 
 def main(config, dry_run):
-    """Hang until killed. Hangs are reported after 1 s."""
+    """Hang until killed. Hangs are reported after 9 s."""
     with process_group() as ranks:
-        HangWatch(1, config.output_dir).restart()
+        HangWatch(10, config.output_dir).restart()
         for _ in range(3):
             ranks.gather_json(ranks.rank)
             dist.all_reduce(torch.ones(8))

@@ -4,6 +4,8 @@ pytest tests/training/test_training.py"""
 import json
 import shutil
 import signal
+import socket
+import time
 from itertools import chain
 
 import numpy as np
@@ -17,7 +19,6 @@ from harness.runs import (
     checkpoints,
     determined,
     export,
-    logged,
     plainly,
     read_metrics,
     stop_after_one_step,
@@ -74,6 +75,7 @@ def test_equals_a_plain_loop(
         ],
         data__eval_sources=[write_rows(tmp_path / "three_steps.jsonl", rows[:30])],
         eval__every_steps=100, eval__generate=3, eval__max_new_tokens=4,
+        train__replay_every=2 if recompute else None,
     )  # fmt: skip
     plain = plain_once(config, key=has_weights)
     forks.finish(config, ranks=ranks, patches=SMALL_CHUNKS, CXX=f"{REPO}/tests/harness/g++")
@@ -151,8 +153,9 @@ def test_16_bits_follow_the_fp32_curve_and_resume_bit_for_bit(
 
     cut = tmp_path / "cut"
     stop_after_one_step(cut)
+    flags = ["--output_dir", cut, "--train.replay_every", 1]  # which changes nothing
     for _ in range(2):
-        finished = forks.finish(config, "--output_dir", cut, ranks=2, patches=allowed)
+        finished = forks.finish(config, *flags, ranks=2, patches=allowed)
     assert "resuming from" in finished.output
     assert determined(cut) == determined(tmp_path / "run")
 
@@ -165,7 +168,9 @@ def test_16_bits_follow_the_fp32_curve_and_resume_bit_for_bit(
 def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(
     forks, tiny_config, tmp_path, chat_rows, tiny_model_with_dropout, sample_tokenizer, stage, how
 ):
-    """A run is killed between two checkpoints, or one of two ranks is preempted and both save."""
+    """A run is killed between two checkpoints, or one of two ranks is preempted and both save. The
+    killed one is stopped by a flipped bit, too. It replays micro-batches, which changes nothing.
+    """
     config = tiny_config(
         data__train_sources=[write_rows(tmp_path / "weighted.jsonl", weighted(chat_rows))],
         model=tiny_model_with_dropout,
@@ -184,10 +189,16 @@ def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(
     assert process.wait().code != 0
     done = read_metrics(cut)[-1]["step"]
     assert 10 <= done < 24
+    flags = ["--output_dir", cut, "--train.replay_every", 2]
     if how == "preempted":
         assert checkpoints(cut)[-1].name == f"step_{done:08d}"
+    else:
+        flipped = forks.train(config, *flags, ranks=2, module="flipped_bit", code=1)
+        assert f" on rank 1 @ {socket.gethostname()}; " in flipped.error
+        assert "Traceback" not in flipped.output
+        assert read_metrics(cut)[-1]["step"] == 21
 
-    finished = forks.finish(config, "--output_dir", cut, ranks=2)
+    finished = forks.finish(config, *flags, ranks=2)
     assert "resuming from" in finished.output
     lines = [determined(folder) for folder in (whole, cut)]
     assert lines[0] == lines[1] and len(lines[0]) == 24
@@ -199,21 +210,37 @@ def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(
 
     exported = [export(f, tmp_path / f"hf_{f.name}") / "model.safetensors" for f in (whole, cut)]
     assert exported[0].read_bytes() == exported[1].read_bytes()
-    _resumed_from, *newest = (c.name for c in checkpoints(cut))
-    assert newest == ["step_00000020", "step_00000024"]
+    *_resumed_from, old, new = (c.name for c in checkpoints(cut))
+    assert (old, new) == ("step_00000020", "step_00000024") and len(_resumed_from) < 2
 
     again = forks.finish(config, "--output_dir", cut, ranks=2)
     assert "finished: step 24" in again.output
 
 
-def test_a_hang_ends_at_the_configured_timeout(forks, tiny_config, tmp_path):
+def test_ranks_that_hang_are_named_at_the_timeout(forks, tiny_config, tmp_path):
+    """Rank 1 calls a C function that never returns and keeps Python's lock. Rank 2 is stopped. When
+    rank 1 then crashes, its stack is printed, too.
+    """
     config = tiny_config(train__steps=5000, distributed={"timeout_seconds": 8})
-    run = forks.start(config, ranks=2)
-    run.until(lambda: logged(tmp_path / "run"))
-    run.kill(1, signal.SIGSTOP)
+    hung = tmp_path / "hung"
+    in_c = (
+        f"lambda norms, times: len(norms) == 3 and __import__('os').environ['RANK'] == '1' "
+        f"and open('{hung}', 'w') and __import__('ctypes').PyDLL('libc.so.6').sleep(1000) or 1e9"
+    )
+    run = forks.start(config, ranks=3, patches={"train.spike_limit": in_c})
+    run.until(hung.exists)
+    began = time.monotonic()
+    run.kill(2, signal.SIGSTOP)
     run.until(lambda: "Timed out" in run.log.read_text())  # gloo's own time-out is 30 minutes
-    run.kill(1)
+    assert time.monotonic() - began < 60
+    run.kill(1, signal.SIGSEGV)
+    run.kill(2)
     assert run.wait().code != 0
+    output, host = run.log.read_text(), socket.gethostname()
+    assert f'[rank 1 @ {host}]   File "<string>", line 1 in <lambda>' in output
+    assert f"[rank 1 @ {host}] Fatal Python error: Segmentation fault" in output
+    named = forks.script("scripts.who_waits", tmp_path / "run", code=0).output.splitlines()
+    assert [line.split(":")[0] for line in named] == ["rank 1", "rank 2"], named
 
 
 def test_zero3_loads_partitioned(forks, tiny_config, tmp_path, sample_tokenizer):

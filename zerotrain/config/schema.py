@@ -310,6 +310,11 @@ class TrainConfig(Section):
     """Skip the update of a step whose gradient norm is above so many times the median of the last
     100 steps; null: none.
     """
+    replay_every: PositiveInt | None = None
+    """Run the first micro-batch of step 1 and of each N-th step twice, and end the run before the
+    update if a bit of a rank's gradients differs: its host computes wrongly. null: never. Not tried
+    on GPUs, where it needs deterministic operations: torch.use_deterministic_algorithms(True).
+    """
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Compute precision: fp32, bf16 or fp16; auto: bf16 on GPUs that support it, else fp16; fp32 on
     CPU.

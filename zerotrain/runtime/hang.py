@@ -1,4 +1,4 @@
-"""Show where each rank is when no step ends."""
+"""Show where each rank is, and what it has called, when no step ends."""
 
 import faulthandler
 import os
@@ -14,11 +14,12 @@ from zerotrain.runtime.errors import rank_prefix
 
 class HangWatch:
     """Prints the stacks of this rank's threads when no step has ended for 9/10 of the process
-    group's timeout. At the timeout, ranks that wait in a collective fail.
+    group's timeout, and when this process crashes in C. At the timeout, ranks that wait in a
+    collective fail.
 
     All ranks print their stacks. The others wait for a rank that is not in the same collective. A
     rank that prints nothing is stopped, or its host is lost. Each rank also writes its last
-    collectives to the run folder.
+    collectives to the run folder, unless C code keeps Python's lock.
     """
 
     def __init__(self, timeout_seconds: float, run_folder: str) -> None:
@@ -33,6 +34,7 @@ class HangWatch:
             stdout=sys.stderr,
             env={"PATH": os.environ.get("PATH", os.defpath)},
         )
+        faulthandler.enable(self._sed.stdin)
 
     def restart(self) -> None:
         """Start the count again; to be called before every step, evaluation and save."""
@@ -50,4 +52,5 @@ class HangWatch:
     def close(self) -> None:
         self._timer.cancel()
         faulthandler.cancel_dump_traceback_later()
+        faulthandler.disable()
         self._sed.communicate()
