@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from harness.inputs import read_config, strategy
+from harness.inputs import SMALL_SIZES, read_config, strategy
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from zerotrain.checkpoint.lock import RunLock
 from zerotrain.checkpoint.run_folder import list_complete
@@ -33,43 +34,85 @@ def one_rank():
             yield ranks
 
 
-@pytest.mark.parametrize("name", ["zero0", "zero1", "zero2", "zero3"])
+GATED = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+EXPERTS = {
+    "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2,
+    "output_router_logits": True, "router_aux_loss_coef": 0.3,
+}  # fmt: skip
+LORA = {"r": 4, "target_modules": ["q_proj", "up_proj"], "dropout": 0.2}
+# ds_config, the model's type, its options, and settings of the run
+FAMILIES = [
+    ("zero0", "llama", {"tie_word_embeddings": True}, {}),
+    ("zero1", "qwen3_moe", EXPERTS, {}),
+    ("zero2", "qwen3_5_text", GATED, {}),
+    ("zero3", "gemma3_text", {"sliding_window": 16}, {}),
+    ("zero2", "llama", {}, {"model__lora": LORA}),
+    ("zero3", "llama", {}, {"model__trainable": [r"layers\.1\.mlp", "norm"]}),
+]
+
+
+def save_model(folder, kind, tokenizer, **options):
+    """Save a model with dropout and random weights, and return its folder."""
+    torch.manual_seed(0)
+    shape = AutoConfig.for_model(
+        kind, **SMALL_SIZES, **options, head_dim=8, max_position_embeddings=512,
+        attention_dropout=0.2, initializer_range=0.1, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(shape).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name, kind, options, settings", FAMILIES)
 def test_an_engine_that_is_loaded_goes_on_as_the_one_that_was_saved(
-    one_rank, tiny_config, tmp_path, name
+    one_rank, tiny_config, tmp_path, sample_tokenizer, name, kind, options, settings
 ):
-    """Weights, moments and the number of updates: the next update is the same, bit for bit. The
-    save is asynchronous, and the first engine goes on before anything is written.
+    """Weights, moments, number of updates, dropout and batches: the next update is the same, bit
+    for bit. The save is asynchronous, and the first engine goes on before anything is written.
     """
-    path = tiny_config(ds_config=strategy(tmp_path, name), train__precision="fp32")
+    path = tiny_config(
+        model=save_model(tmp_path / "model", kind, sample_tokenizer, **options),
+        ds_config=strategy(tmp_path, name), train__precision="fp32", **settings,
+    )  # fmt: skip
     config = read_config(path)
     setup, tokenizer, _ = open_run_on_all_ranks(config, one_rank)
     plan = open_data(setup, tokenizer, one_rank)[1].plan
-    batches = [step.micro_batches for step in load_steps(plan, 0, 0, 3)]
+
+    def updates(engine, loss, first, last):
+        for step in load_steps(plan, 0, first, last):
+            update(engine, loss, step.micro_batches)
 
     def update(engine, loss, micro_batches):
+        for group in engine.basic_optimizer.param_groups:
+            group["lr"] = 0.01
         for i, batch in enumerate(micro_batches):
             engine.set_gradient_accumulation_boundary(i == len(micro_batches) - 1)
-            engine.backward(loss(engine, batch).cross_entropy / 100, scale_wrt_gas=False)
+            engine.backward(sum(loss(engine, batch)) / 100, scale_wrt_gas=False)
         apply_update(engine, clipping=config.train.gradient_clipping)
 
-    engine, loss, _ = build_engine(setup, tokenizer, plan, one_rank)
-    for micro_batches in batches[:2]:
-        update(engine, loss, micro_batches)
+    engine, loss, base = build_engine(setup, tokenizer, plan, one_rank)
+    updates(engine, loss, 0, 2)
     threads, may_write = ThreadPoolExecutor(1), threading.Event()
     threads.submit(may_write.wait)
     saver = Saver(
-        engine, None, tokenizer, RunIdentity.of(setup, plan), CheckpointConfig(async_save=True),
+        engine, base, tokenizer, RunIdentity.of(setup, plan), CheckpointConfig(async_save=True),
         one_rank, RunLock(tmp_path), None, print, _threads=threads,
     )  # fmt: skip
     saver.save(Progress(step=2))
-    update(engine, loss, batches[2])
+    updates(engine, loss, 2, 3)
+    expected = collect(engine, True, base)
     may_write.set()
     saver.finish()
     [saved] = list_complete(saver.folder)
     other, other_loss, _ = build_engine(setup, tokenizer, plan, one_rank)
-    load_start(other, Start(plan, Progress(), saved), one_rank, None, seed=0)
-    update(other, other_loss, batches[2])
-    expected, loaded = (collect(each, True, None) for each in (engine, other))
+    load_start(other, Start(plan, Progress(), saved), one_rank, base, seed=0)
+    updates(other, other_loss, 2, 3)
+    loaded = collect(other, True, base)
+    assert torch.equal(loaded.rng["torch"], expected.rng["torch"])
     assert loaded.updates == expected.updates == 3
     for _, tensors in expected.parts.values():
         assert set(tensors) == {"fp32", "exp_avg", "exp_avg_sq"}
