@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import namespaces
 import numpy as np
@@ -138,20 +139,58 @@ signal.signal(signal.SIGTERM, lambda *_: os._exit(75))
 (folder / f"started_{kind}_{rank}").touch()
 while not (folder / f"started_{kind}_1").exists() or not (folder / f"started_{kind}_0").exists():
     time.sleep(0.01)
-if rank == "1" and kind == "killed":
-    os.kill(os.getpid(), 9)
+number = {"killed": 9, "crashed": 11, "stopped": 19}.get(kind)
+if rank == "1" and number:
+    os.kill(os.getpid(), number)
+if rank == "1" and kind == "memory":
+    pathlib.Path(sys.argv[4], "cgroup.procs").write_text(str(os.getpid()))
+    held = [b"x" * (1 << 20) for _ in range(200)]
+if rank == "0" and kind == "stopped":
+    sys.exit(3)
 time.sleep(0 if kind == "done" else 100)
 """
+SAID = {
+    "killed": "rank 1 ended with exit code 137 (SIGKILL); the kernel has killed nothing",
+    "memory": "rank 1 ended with exit code 137 (SIGKILL); out of memory",
+    "crashed": "rank 1 ended with exit code 139 (SIGSEGV)",
+    "stopped": "rank 1 is stopped (SIGSTOP)",
+}
 
 
-@pytest.mark.parametrize("kind, code", [("killed", 137), ("done", 0), ("term", 75)])
+@pytest.fixture
+def small_cgroup():
+    """A cgroup whose processes get 100 MB."""
+    v1 = Path("/sys/fs/cgroup/memory")
+    limit = "memory.limit_in_bytes" if v1.is_dir() else "memory.max"
+    folder = (v1 if v1.is_dir() else v1.parent) / f"test_{os.getpid()}"
+    try:
+        folder.mkdir()
+        (folder / limit).write_text(str(100 << 20))
+    except OSError as error:
+        pytest.skip(f"needs root and a memory cgroup: {error}")
+    yield folder
+    folder.rmdir()
+
+
+@pytest.mark.parametrize(
+    "kind, code",
+    [("killed", 137), ("crashed", 139), ("stopped", 3), ("done", 0), ("term", 75)],
+)
 def test_the_node_wrapper_returns_the_code_of_its_ranks_and_leaves_nothing(tmp_path, kind, code):
+    run_in_node_wrapper(tmp_path, kind, code)
+
+
+def test_the_node_wrapper_says_that_a_rank_was_killed_for_its_memory(tmp_path, small_cgroup):
+    run_in_node_wrapper(tmp_path, "memory", 137, small_cgroup)
+
+
+def run_in_node_wrapper(tmp_path, kind, code, *more):
     """SLURM and Kubernetes start it like this. A rank's child in a new session is ended, too."""
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     sleep = f"1000.{os.getpid()}"
     options = [*OPTIONS, "--nodes=1", "--ranks_per_node=2"]
-    command = [*NODE, *options, script, tmp_path, kind, sleep]
+    command = [*NODE, *options, script, tmp_path, kind, sleep, *more]
     wrapper = subprocess.Popen(
         list(map(str, command)), cwd=REPO, env=environment(), stdout=subprocess.PIPE, text=True
     )
@@ -163,7 +202,9 @@ def test_the_node_wrapper_returns_the_code_of_its_ranks_and_leaves_nothing(tmp_p
             time.sleep(0.001)
     output, _ = wrapper.communicate(timeout=200)
     assert wrapper.returncode == code
-    assert ("rank 1 ended with exit code" in output) == (kind == "killed")
+    assert SAID.get(kind, "") in output
+    assert ("rank 1" in output) == (kind in SAID)
+    assert ("rank 1 has not ended 15 s after SIGTERM" in output) == (kind == "stopped")
     listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
     assert str(script) not in listed and f"sleep {sleep}" not in listed
 

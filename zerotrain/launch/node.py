@@ -132,6 +132,7 @@ def wait_for_ranks(running: dict[str, subprocess.Popen], requests: "queue.Simple
         The exit code of the first rank that failed, 0 if none did.
     """
     exit_code = 0
+    kills_before = memory_kills()
     deadline = float("inf")
     stop = False
     times = [time.monotonic()]
@@ -156,7 +157,12 @@ def wait_for_ranks(running: dict[str, subprocess.Popen], requests: "queue.Simple
                 if status < 0:
                     text += f" ({signal.Signals(-status).name})"
                 if status == -signal.SIGKILL:
-                    text += "; out of memory? see `dmesg` there"
+                    is_memory = memory_kills() > kills_before
+                    text += (
+                        "; out of memory: the kernel has killed a process, see `dmesg` there"
+                        if is_memory
+                        else "; the kernel has killed nothing for lack of memory there"
+                    )
                 say({"failed": text, "code": code})
             exit_code = exit_code or code
         while not requests.empty():
@@ -166,8 +172,13 @@ def wait_for_ranks(running: dict[str, subprocess.Popen], requests: "queue.Simple
             else:
                 send(running, signal.Signals[request])
         if stop and deadline == float("inf"):
+            for name, process in running.items():
+                if psutil.Process(process.pid).status() == psutil.STATUS_STOPPED:
+                    say({"failed": f"{name} is stopped (SIGSTOP)", "code": 128 + signal.SIGSTOP})
             send(running, signal.SIGTERM)
             deadline = time.monotonic() + GRACE_SECONDS
+    for name in running:
+        print(f"{name} has not ended {GRACE_SECONDS:.0f} s after SIGTERM: killing it", flush=True)
     return exit_code or (128 + signal.SIGKILL if running else 0)
 
 
@@ -179,6 +190,14 @@ def stalled_seconds(times: Sequence[float]) -> float:
     """
     late = [after - before - POLL_SECONDS for before, after in pairwise(times)]
     return sum(seconds for seconds in late if seconds > STALL_SECONDS)
+
+
+def memory_kills() -> int:
+    """Return how many processes the kernel of this host has killed for lack of memory, also of the
+    memory of a cgroup.
+    """
+    counters = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+    return int(counters.get("oom_kill", 0))
 
 
 def say(event: Mapping) -> None:
