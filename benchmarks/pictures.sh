@@ -64,10 +64,16 @@ run_first_run() {
 
 # Three runs with the same rows, from the same bf16 weights
 run_bf16() {
-  local steps=${STEPS:-60} recipe=demo model=$work/model rows keys flags run precision masters
+  local steps=${STEPS:-60} recipe=demo model rows keys flags run precision masters
   rm -rf $work/run $work/model
   if [ -n "${SMOLLM2:-}" ]; then
     read -r model rows <<< "$SMOLLM2"
+    python - "$model" $work/model <<'EOF'
+import sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="bfloat16").save_pretrained(sys.argv[2])
+AutoTokenizer.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[2])
+EOF
     head -n -40 "$rows" > $work/train.jsonl
     tail -n 40 "$rows" > $work/held_out.jsonl
     keys="columns: {prompt: question, completion: answer}"
@@ -81,8 +87,8 @@ run_bf16() {
     rm -r $work/run
     flags=(--model.from_config false --data.eval_sources '[data/sample/eval.jsonl]')
   fi
-  flags+=(--model.name_or_path "$model" --train.steps "$steps" --train.learning_rate "${RATE:-1e-5}"
-    --train.warmup_examples 16 --eval.every_steps $(((steps + 9) / 10)) --checkpoint.every_steps 0)
+  flags+=(--model.name_or_path $work/model --train.steps "$steps" --train.learning_rate "${RATE:-1e-5}"
+    --train.warmup_examples 16 --eval.every_steps $(((steps + 4) / 5)) --checkpoint.every_steps 0)
   echo step,run,loss > $work/bf16.csv
   for run in fp32 "bf16 spread" "bf16 loaded"; do
     read -r precision masters <<< "$run"
