@@ -68,8 +68,12 @@ def draw_first_run(losses: pd.DataFrame) -> None:
 
 def draw_bf16(losses: pd.DataFrame) -> None:
     figure, axes = pyplot.subplots()
-    for run, style in (("fp32", "o-"), ("bf16 spread", "s-"), ("bf16 loaded", "D--")):
-        axes.plot(losses[run], style, label=run.replace(" ", ", masters "))
+    for run, style, size in (
+        ("fp32", "o-", 11),
+        ("bf16 spread", "s-", 5),
+        ("bf16 loaded", "D--", 5),
+    ):
+        axes.plot(losses[run], style, markersize=size, label=run.replace(" ", ", masters "))
     axes.set(
         title="Held-out loss of three runs with the same rows, nats per token",
         xlabel="step",

@@ -1,6 +1,6 @@
 """Train with transformers' Trainer without padding, on one rank, for benchmarks/gpu.py.
 
-    python -m benchmarks.trainer --config FILE [--section.key value ...]
+    torchrun --nproc_per_node 1 -m benchmarks.trainer --config FILE [--section.key value ...]
 
 The flags and the work are train.py's. Trainer joins random rows (DataCollatorWithFlattening). A
 micro-batch has as many rows as fit into micro_batch_tokens on average. On a GPU, attention is one
