@@ -20,7 +20,7 @@ def test_the_rank_that_left_out_an_all_reduce_is_named(forks, tiny_config, tmp_p
     """Four gloo ranks. The command is the one that the hang's message names."""
     (tmp_path / "run").mkdir()
     ranks = forks.start(tiny_config(), ranks=4, module="left_out")
-    found = r"python -m (scripts.who_waits) (.*)"
+    found = r"python -m (scripts.who_waits) (\S*)\n"
     ranks.until(lambda: len(re.findall(found, ranks.log.read_text())) == 4)
     for rank in range(4):
         ranks.kill(rank)

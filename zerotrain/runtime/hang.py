@@ -47,7 +47,8 @@ class HangWatch:
         """Write this rank's last collectives, of gloo and of NCCL, as torch has recorded them."""
         dumps = [getattr(c10d, name)() for name in dir(c10d) if name.endswith("_trace_json")]
         self._file.write_bytes(b"\n".join([rank_prefix().encode(), *dumps]))
-        print(f"which rank do they wait for? python -m scripts.who_waits {self._file.parent}")
+        command = f"python -m scripts.who_waits {self._file.parent}\n"
+        print(f"which rank do they wait for? {command}", end="")  # one write: ranks share the pipe
 
     def close(self) -> None:
         self._timer.cancel()
