@@ -8,7 +8,7 @@
         run.lock                        held while a run writes here
         stop, save_now, profile_now     touched by a user: save and exit, save, or trace some steps
         profile/                        traces of rank 0
-        stalls.jsonl                    when launch.sh saw that a host did not run
+        stalls.jsonl                    when a host did not run, as its launcher saw it
         collectives_0, ...              the last collectives of each rank, after a hang
         wandb/                          what W&B writes, if it is on
         checkpoints/

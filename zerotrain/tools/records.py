@@ -24,7 +24,7 @@ WAIT_SHARE = 0.05  # Or it waits longer for data, by this share of a step.
 WINDOWS = 3  # A rank is named once it is slow in as many windows in a row.
 MAX_STALLS_BYTES = 1 << 24
 STALLS = "stalls.jsonl"
-"""File in a run folder: when launch.sh saw that a host did not run, and for how long."""
+"""File in a run folder: when a host did not run, and for how long, as its launcher saw it."""
 MEASURED = ("compute_seconds", "work", "data_seconds")
 
 
