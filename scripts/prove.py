@@ -4,6 +4,7 @@
         [--epochs 1]
     python -m scripts.prove data --config recipes/demo.yaml
     python -m scripts.prove equivalence --config recipes/demo.yaml [--precision bf16]
+    python -m scripts.prove golden [--renew]
 
 epoch   Run every rank's loader over whole epochs and count the examples by their tokens. This
         happens twice: on one world size, and interrupted and resumed on another. Each example must
@@ -18,8 +19,12 @@ equivalence
         file of ds_configs/ runs bucketed and packed, on several ranks and on one. Losses, gradient
         norms and weights must equal a plain torch loop's. The output lists what this machine cannot
         run, with the reason.
+golden  Train small copies of three recipes for 20 steps on a CPU, in fp32 and bf16. Each loss must
+        be as in zerotrain/tools/golden.json. The output says which moved, and which packages have
+        another version than when they were stored. --renew stores the losses of this machine.
 
-Any flag of train.py may follow. Exit code: 0 proved, 1 refuted, 2 a mistake in the input.
+Any flag of train.py may follow, but none after golden. Exit code: 0 proved, 1 refuted, 2 a mistake
+in the input.
 """
 
 import argparse
@@ -40,7 +45,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("claim", choices=["epoch", "data", "equivalence"])
+    parser.add_argument("claim", choices=["epoch", "data", "equivalence", "golden"])
     add = parser.add_argument_group("epoch").add_argument
     add("--world", type=int, default=8, help="world size (8)")
     add("--then", type=int, default=6, help="world size after resuming (6)")
@@ -56,29 +61,60 @@ def main() -> None:
     )
     add("--precision", choices=["fp32", "bf16"], default="fp32", help="(fp32)")
     add("--ds_configs", nargs="+", metavar="FILE", help="DeepSpeed configs (all)")
+    add = parser.add_argument_group("golden").add_argument
+    add("--renew", action="store_true", help="store the losses of this machine")
     args, rest = parser.parse_known_args()
     if min(args.world, args.then, args.epochs, args.ranks or 1) < 1 or not 0 <= args.cut <= 1:
         raise UserError(
             "--world, --then, --epochs and --ranks must be at least 1, --cut from 0 to 1"
         )
+    prove = prove_losses if args.claim == "golden" else prove_for_config
+    proved = prove(args, rest)
+    print("proved" if proved else "REFUTED")
+    sys.exit(0 if proved else EXIT_FAILURE)
+
+
+def prove_for_config(args: argparse.Namespace, flags: list[str]) -> bool:
+    """Prove a claim for the config that `flags` of train.py describe."""
     short = short_run(EQUIVALENCE_STEPS) if args.claim == "equivalence" else []
-    config = parse_command_line([*rest, *short], prog="prove.py").config
+    config = parse_command_line([*flags, *short], prog="prove.py").config
 
     from zerotrain.tracking.console import quieten_libraries
 
     quieten_libraries(is_first=True)
     if args.claim == "data":
-        proved = prove_data(config)
-    elif args.claim == "equivalence":
-        proved = prove_training(config, args)
-    else:
-        from zerotrain.tools.epoch_proof import prove_epochs
-        from zerotrain.tools.open_plans import open_plans
+        return prove_data(config)
+    if args.claim == "equivalence":
+        return prove_training(config, args)
 
-        _, _, plan, _ = open_plans(config, args.world)
-        proved = prove_epochs(plan, args.then, args.cut, args.epochs)
-    print("proved" if proved else "REFUTED")
-    sys.exit(0 if proved else EXIT_FAILURE)
+    from zerotrain.tools.epoch_proof import prove_epochs
+    from zerotrain.tools.open_plans import open_plans
+
+    _, _, plan, _ = open_plans(config, args.world)
+    return prove_epochs(plan, args.then, args.cut, args.epochs)
+
+
+def prove_losses(args: argparse.Namespace, flags: list[str]) -> bool:
+    """Compare the losses of small copies with golden.json, and return whether they agree; or store
+    them there, and exit.
+
+    Raises:
+        UserError: there are flags of train.py, or --work has the user's files.
+    """
+    if flags:
+        raise UserError(f"golden trains its own configs; leave out {' '.join(flags)}")
+
+    from zerotrain.tools.golden import GOLDEN, compare, store, train_copies
+    from zerotrain.tools.new_folder import own_folder
+    from zerotrain.tracking.console import quieten_libraries
+
+    quieten_libraries(is_first=True)
+    losses = train_copies(own_folder(args.work))
+    if args.renew:
+        store(losses)
+        print(f"{GOLDEN} has the losses of this machine; look at `git diff`")
+        sys.exit(0)
+    return compare(losses)
 
 
 def prove_training(config: Config, args: argparse.Namespace) -> bool:

@@ -66,7 +66,8 @@ def run_local_ranks(
         "LOCAL_WORLD_SIZE": ranks,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": free_port(),
-        "OMP_NUM_THREADS": max(1, len(os.sched_getaffinity(0)) // ranks),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")
+        or max(1, len(os.sched_getaffinity(0)) // ranks),
     }
     processes = []
     failure = 0
