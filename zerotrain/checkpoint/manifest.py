@@ -75,6 +75,7 @@ def read_json(checkpoint: Path, name: str, kind: type[T]) -> T:
     except (OSError, ValueError) as error:  # pydantic raises a ValueError
         raise UserError(
             f"{checkpoint / name}: cannot be read: {describe(error)[:200]}; use another checkpoint"
+            ", or the version of this code that wrote it"
         ) from error
 
 

@@ -86,7 +86,7 @@ def find_problem(checkpoint: Path, ranks: Ranks) -> str | None:
     # Two saves of one step have different weights. They mix when a node is replaced.
     if len(set(save_ids)) > 1:
         return "not all nodes have the same save of it"
-    on_some_nodes = set().union(*problems)
+    on_some_nodes = {*chain(*problems)}
 
     def find() -> dict[str, str]:
         files = read_manifest(checkpoint).files
@@ -160,20 +160,24 @@ def check_resumable(
         "start a new run in another output_dir (from its weights: --checkpoint.weights_only true "
         f"--checkpoint.resume {checkpoint}; if model.lora differs, from its export)"
     )
+    if saved.plan.version != now.plan.version:
+        raise UserError(
+            f"{checkpoint}: has version {saved.plan.version} of plans and checkpoints, this code "
+            f"has {now.plan.version}; resume with code of that version, or {weights}"
+        )
     # `content` is a hash of the tokenized examples.
-    has_same_data = (saved.plan.version, saved.plan.content) == (now.plan.version, now.plan.content)
+    has_other_data = saved.plan.content != now.plan.content
     for key, was in saved.settings.items():
         is_planned = key in FOLLOWS_PLAN
         fix = "set --checkpoint.allow_plan_change true for the new one" if is_planned else weights
         # The data determine the mean batch, which scales the rate: then they are the cause.
-        may_differ = is_planned and (allow_plan_change or not has_same_data)
+        may_differ = is_planned and (allow_plan_change or has_other_data)
         if was != now.settings.get(key) and not may_differ:
             raise UserError(
                 f"{checkpoint}: {key}: is {json.dumps(now.settings.get(key))}, but the checkpoint "
                 f"has {json.dumps(was)}; restore that, or {fix}"
             )
-    if not has_same_data:
+    if has_other_data:
         raise UserError(
-            f"{checkpoint}: data.train_sources: the training data, or how often they are repeated, "
-            f"have changed; {weights}"
+            f"{checkpoint}: data.train_sources: the rows or their repeats have changed; {weights}"
         )

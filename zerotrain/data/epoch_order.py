@@ -10,7 +10,8 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-# Increase it when the same config is to give a step other examples than before.
+# Increase it when the same config is to give a step other examples than before, or when the files
+# of a checkpoint change: older checkpoints are then refused by both numbers.
 PLAN_VERSION = 4
 # An even number: each round swaps the halves, so that they end up where they started.
 FEISTEL_ROUNDS = 6
