@@ -4,9 +4,11 @@ pytest tests/launch/test_launch.py
 """
 
 import json
+import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +29,7 @@ from namespaces import left_on_hosts, needs_hosts, start
 from zerotrain.launch.hostfile import read_hosts
 from zerotrain.launch.job import job_of, job_parser
 from zerotrain.launch.node import EVENT, stalled_seconds
+from zerotrain.tools.goodput import USEFUL, measure_goodput
 from zerotrain.tools.records import read_stalls
 
 pytest_plugins = ["namespaces"]
@@ -488,6 +491,26 @@ def at_step(folder, step):
     return (folder / "checkpoints" / f"step_{step:08d}" / "COMPLETE").exists
 
 
+def check_goodput(folder):
+    """Compare the parts of a run of three attempts, by launch.sh, with its records."""
+    goodput = measure_goodput(folder)
+    seconds = goodput.seconds
+    assert math.isclose(sum(seconds.values()), goodput.wall_seconds, rel_tol=1e-9)
+    for part in ("imports", "loading", "preflight", "detection", "ending the ranks", "saves"):
+        assert seconds[part] > 0, part
+    assert seconds["between two starts, not recorded"] == 0 and seconds["other"] > 0
+    steps = [step["step_seconds"] for step in read_metrics(folder)]
+    assert 0 < seconds[USEFUL] <= sum(steps) and 0 < goodput.share < 1
+    assert len(goodput.to_next_step) == 2 and min(goodput.to_next_step) > 0
+    without = folder.with_name("without")
+    without.mkdir()
+    shutil.copy(folder / "metrics.jsonl", without)
+    unnoted = measure_goodput(without)
+    assert unnoted.seconds["between two starts, not recorded"] > 0 == unnoted.seconds["preflight"]
+    assert unnoted.seconds[USEFUL] == seconds[USEFUL]
+    assert unnoted.wall_seconds < goodput.wall_seconds
+
+
 @needs_hosts
 def test_a_spare_host_replaces_a_lost_one_and_a_run_goes_on_with_fewer_and_under_deepspeed(
     forks, hosts, tiny_config, tmp_path
@@ -548,6 +571,7 @@ def test_a_spare_host_replaces_a_lost_one_and_a_run_goes_on_with_fewer_and_under
     assert done < 90 and at_step(folder, done)()
     assert determined(folder)[:alone] == determined(tmp_path / "whole")[:alone]
     assert not left_on_hosts(str(config))
+    check_goodput(folder)
     hostfile.write_text("".join(slots[:2]))
 
     (tmp_path / "env").write_text(

@@ -38,6 +38,7 @@ NOT_RUN = {  # commands with a match are only parsed: why
     r"^.*--dry_run": "what comes after it does the same first",
     r"prove equivalence": "minutes: test_equivalence.py",
     r"prove golden": "a minute: test_golden.py",
+    r"benchmarks.goodput": "two hosts, an hour",
     r"\.\./|train.steps 100|runs/others": "minutes, in other versions",
     r"exact_match": "demo.sh runs it",
     r"WANDB_RUN_GROUP|runs/rates": "more runs of the demo",

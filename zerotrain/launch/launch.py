@@ -29,6 +29,7 @@ from zerotrain.runtime.errors import (
     UserError,
     exit_on_error,
 )
+from zerotrain.tools.launches import note_attempt
 from zerotrain.tools.records import STALLS
 
 CONNECT_SECONDS = 20
@@ -122,6 +123,7 @@ class Attempt:
         """
         self.has_started = False
         self.next_ping = 0.0
+        self.times = {"started": time.time()}
 
     def run(self) -> Outcome:
         """Run the job to its end.
@@ -150,6 +152,9 @@ class Attempt:
                 connection.close()
                 if connection in self.running:
                     connection.process.kill()
+            if self.job.config is not None and self.has_started:
+                _, _, _, cause = min(self.failures, default=("",) * 4)
+                note_attempt(Path(self.job.config.output_dir), self.times, cause)
 
     def start_ranks(self) -> None:
         """Send each host what its ranks need.
@@ -220,6 +225,7 @@ class Attempt:
         elif event := event_of(line):
             self.handle_event(source, event)
         elif line:
+            self.times.setdefault("printed", time.time())
             source.last_line = line
             if error := ERROR.match(line):
                 source.last_error = f": {error[1][:500]}"
@@ -270,6 +276,7 @@ class Attempt:
             self.fail(1 if code == EXIT_USER_MISTAKE else 2, code, cause + source.last_error)
 
     def fail(self, kind: int, code: int, cause: str) -> None:
+        self.times.setdefault("failed", time.time())
         self.failures.append((kind, len(self.failures), code, cause))
 
     def end(self) -> Outcome:

@@ -25,6 +25,7 @@ from zerotrain.checkpoint.manifest import stat_inside
 from zerotrain.checkpoint.run_folder import METRICS, RESOLVED_CONFIG, RESOLVED_DS_CONFIG
 from zerotrain.runtime.errors import describe
 from zerotrain.runtime.files import MAX_TEXT_BYTES
+from zerotrain.tools.goodput import Goodput, measure_goodput
 from zerotrain.tools.records import MEASURED, PHASES, WINDOWS, SlowRanks, number, read_stalls
 from zerotrain.tracking.metrics import metrics_lines, parse_record
 
@@ -79,6 +80,7 @@ class RunRecords:
     """The first record of answers, and the last if it is of another step, by held-out set."""
     counts: Counter[str]
     """Number of records of each kind."""
+    goodput: Goodput
     configs: str
     problems: list[str]
     """Missing and unreadable files and lines."""
@@ -160,7 +162,17 @@ def read_run(folder: Path, prefix: str = "") -> RunRecords:
             configs += f"# {name}\n{(folder / name).read_text(errors='replace')}\n"
         except (OSError, ValueError) as error:
             problems.append(describe(error))
-    return RunRecords(str(folder), prefix, series, records, answers, counts, configs, problems)
+    return RunRecords(
+        name=str(folder),
+        prefix=prefix,
+        series=series,
+        records=records,
+        answers=answers,
+        counts=counts,
+        goodput=measure_goodput(folder),
+        configs=configs,
+        problems=problems,
+    )
 
 
 def values_of(kind: str, record: dict[str, Any]) -> Iterator[tuple[str, float]]:
@@ -213,6 +225,8 @@ def report_page(folders: Sequence[Path]) -> str:
     body.append(folded("Speed and memory", charts(runs, OTHER_CHARTS)))
     for run in runs:
         sections = {"Incidents": table(run.records["event"], "step", "text")}
+        parts = [{"part": p, "seconds": f"{s:,.1f}"} for p, s in run.goodput.seconds.items() if s]
+        sections["Where the time went"] = table(parts, "part", "seconds")
         for name, records in run.answers.items():
             for record in records:
                 answers = table(listed(record.get("rows")), "prompt", "expected", "answer", "score")
@@ -256,6 +270,7 @@ def figures(run: RunRecords) -> dict[str, str]:
         f"time, h:min:s, until {datetime.fromtimestamp(ended, UTC):%F %H:%M} UTC": str(
             timedelta(seconds=round(ended - began))
         ),
+        "goodput: step time over all time": f"{run.goodput.share:.1%}".replace("nan%", "-"),
         "restarts": f"{max(0, run.counts['start'] - 1):,}",
         "incidents": f"{run.counts['event']:,}",
     }
