@@ -7,6 +7,7 @@ needs root). scripts/launch.sh trains recipes/demo.yaml on one rank of each and 
 steps. Every --kill_every seconds SIGKILL ends, in turn, a rank of the second host, the node wrapper
 of the second host, and a rank of the first host. The run is stopped after --minutes. A run without
 kills follows, of as many steps or --compare steps, and has to have the same curve bit for bit.
+Flags of train.py may follow, such as --checkpoint.async_save true.
 
 Exit code 0: the curves are equal, and the goodput is at least --goal.
 """
@@ -43,7 +44,7 @@ def main() -> None:
     add("--save_every", type=int, default=20, metavar="STEPS", help="(20)")
     add("--compare", type=int, metavar="STEPS", help="steps of the run without kills (all)")
     add("--goal", type=float, default=0.93, help="least goodput (0.93)")
-    args = parser.parse_args()
+    args, args.flags = parser.parse_known_args()
     if WHY_NOT is not None:
         raise UserError(f"no hosts can be made on this machine: {WHY_NOT}")
     with TemporaryDirectory(prefix="goodput-") as folder:
@@ -59,7 +60,7 @@ def main() -> None:
 def measure(hosts: Hosts, folder: Path, args: argparse.Namespace) -> bool:
     """Run with and without kills, print the results, and return whether they are good."""
     run_folder, log = folder / "run", folder / "log"
-    job = start_job(hosts, run_folder, log, 100_000, args.save_every)
+    job = start_job(hosts, run_folder, log, 100_000, args)
     kills = []
     try:
         wait_until(lambda: steps_of(run_folder), job, log, interval=1)
@@ -88,7 +89,7 @@ def measure(hosts: Hosts, folder: Path, args: argparse.Namespace) -> bool:
     done = determined(run_folder)
     compared = min(args.compare or len(done), len(done))
     print(f"{len(done)} steps; the run without kills takes {compared}", flush=True)
-    job = start_job(hosts, folder / "whole", log, compared, args.save_every)
+    job = start_job(hosts, folder / "whole", log, compared, args)
     code = job.wait(24 * 3600)
     is_equal = code == 0 and determined(folder / "whole") == done[:compared]
     print("the curves are equal" if is_equal else "the curves DIFFER")
@@ -96,20 +97,20 @@ def measure(hosts: Hosts, folder: Path, args: argparse.Namespace) -> bool:
 
 
 def start_job(
-    hosts: Hosts, run_folder: Path, log: Path, steps: int, save_every: int
+    hosts: Hosts, run_folder: Path, log: Path, steps: int, args: argparse.Namespace
 ) -> subprocess.Popen:
     """Start launch.sh on both hosts. A constant rate makes the curve independent of `steps`."""
     hostfile = run_folder.with_name("hostfile")
     hostfile.write_text("node-1 slots=1\nnode-2 slots=1\n", encoding="utf-8")
     flags = {
         "output_dir": run_folder, "train.steps": steps, "train.lr_schedule": "constant_with_warmup",
-        "data.eval_sources": "[]", "eval.every_steps": 0, "checkpoint.every_steps": save_every,
+        "data.eval_sources": "[]", "eval.every_steps": 0, "checkpoint.every_steps": args.save_every,
         "tracking.wandb": "disabled",
     }  # fmt: skip
     words = [f"--{name}={value}" for name, value in flags.items()]
     return start(
         hosts, log, "scripts/launch.sh", "--hostfile", hostfile, "--max_restarts", 1000, "--",
-        "train.py", "--config", "recipes/demo.yaml", *words,
+        "train.py", "--config", "recipes/demo.yaml", *words, *args.flags,
     )  # fmt: skip
 
 
