@@ -4,7 +4,8 @@
         resolved_config.yaml            the run config as it was used
         resolved_ds_config.json         the DeepSpeed config as it was used
         metrics.jsonl                   one line per start, step, evaluation, save, event ...
-        report.html                     drawn from metrics.jsonl
+        launches.jsonl                  one line per attempt, if the launcher notes it
+        report.html                     drawn from both
         run.lock                        held while a run writes here
         stop, save_now, profile_now     touched by a user: save and exit, save, or trace some steps
         profile/                        traces of rank 0

@@ -1,7 +1,7 @@
 """Goodput of a run: useful step seconds over wall seconds, and where the other seconds went.
 
 metrics.jsonl has each step once, also in a run that was killed and resumed. So the sum of its
-step seconds is the useful time. The rest comes from the times of its records, and from launch.sh's
+step seconds is the useful time. The rest comes from the times of its records, and from the launcher's
 notes of its attempts (launches.py). Without these notes, all time between the last saved step and
 the next start is one part.
 """
@@ -41,7 +41,7 @@ class Goodput:
     """Seconds of each of PARTS. They add up to wall_seconds."""
     to_next_step: list[float]
     """For each restart, the seconds from the last step before the failure to the first one after
-    it. Without launch.sh's notes, the last step that the run has kept counts.
+    it. Without the launcher's notes, the last step that the run has kept counts.
     """
 
     @property
@@ -103,7 +103,7 @@ def measure_goodput(folder: Path) -> Goodput:
 
 
 def attempts_of(folder: Path) -> Iterator[tuple[dict[str, float], list[tuple[float, str, float]]]]:
-    """Yield each attempt that has begun to train: launch.sh's times of it, empty if there are none;
+    """Yield each attempt that has begun to train: the launcher's times of it, empty if there are none;
     and its events (Unix time, kind, seconds), beginning with its start.
     """
     times, kinds, took = array("d"), array("b"), array("d")
@@ -131,7 +131,7 @@ def times_of(launch: dict[str, Any]) -> dict[str, float]:
 
 
 def launch_at(time: float, launches: list[dict[str, float]]) -> dict[str, float]:
-    """Return the attempt of launch.sh that was running at a time; empty if there was none."""
+    """Return the attempt of the launcher that was running at a time; empty if there was none."""
     for launch in launches:
         if launch.get("started", math.inf) <= time <= launch.get("ended", -math.inf):
             return launch

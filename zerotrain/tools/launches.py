@@ -1,9 +1,9 @@
-"""RUN/launches.jsonl: what launch.sh notes of each attempt at a run, for its goodput.
+"""RUN/launches.jsonl: what the launcher notes of each attempt at a run, for its goodput.
 
 A line has times in Unix seconds: `started`; `printed`, the first line of a rank; `failed`, the
 first failure that was seen; `ended`, on all hosts. It also has `step` and `last`: the last step in
 metrics.jsonl and its time, because a resumed run removes the lines of the steps that it repeats.
-Nothing is noted if launch.sh runs where the run folder is not.
+Nothing is noted if the launcher runs where the run folder is not.
 """
 
 import json
