@@ -492,7 +492,7 @@ def at_step(folder, step):
 
 
 def check_goodput(folder):
-    """Compare the parts of a run of three attempts, by launch.sh, with its records."""
+    """Compare the parts of a run of several attempts by launch.sh with its records."""
     goodput = measure_goodput(folder)
     seconds = goodput.seconds
     assert math.isclose(sum(seconds.values()), goodput.wall_seconds, rel_tol=1e-9)
@@ -501,7 +501,7 @@ def check_goodput(folder):
     assert seconds["between two starts, not recorded"] == 0 and seconds["other"] > 0
     steps = [step["step_seconds"] for step in read_metrics(folder)]
     assert 0 < seconds[USEFUL] <= sum(steps) and 0 < goodput.share < 1
-    assert len(goodput.to_next_step) == 2 and min(goodput.to_next_step) > 0
+    assert goodput.to_next_step and min(goodput.to_next_step) > 0
     without = folder.with_name("without")
     without.mkdir()
     shutil.copy(folder / "metrics.jsonl", without)
@@ -570,8 +570,8 @@ def test_a_spare_host_replaces_a_lost_one_and_a_run_goes_on_with_fewer_and_under
     done = read_metrics(folder)[-1]["step"]
     assert done < 90 and at_step(folder, done)()
     assert determined(folder)[:alone] == determined(tmp_path / "whole")[:alone]
-    assert not left_on_hosts(str(config))
     check_goodput(folder)
+    assert not left_on_hosts(str(config))
     hostfile.write_text("".join(slots[:2]))
 
     (tmp_path / "env").write_text(

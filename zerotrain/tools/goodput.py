@@ -1,7 +1,7 @@
 """Goodput of a run: useful step seconds over wall seconds, and where the other seconds went.
 
-metrics.jsonl has each step once, also in a run that was killed and resumed. So the sum of its
-step seconds is the useful time. The rest comes from the times of its records, and from the launcher's
+metrics.jsonl has each step once, also in a run that was killed and resumed. So the sum of its step
+seconds is the useful time. The rest comes from the times of its records, and from the launcher's
 notes of its attempts (launches.py). Without these notes, all time between the last saved step and
 the next start is one part.
 """
@@ -103,8 +103,8 @@ def measure_goodput(folder: Path) -> Goodput:
 
 
 def attempts_of(folder: Path) -> Iterator[tuple[dict[str, float], list[tuple[float, str, float]]]]:
-    """Yield each attempt that has begun to train: the launcher's times of it, empty if there are none;
-    and its events (Unix time, kind, seconds), beginning with its start.
+    """Yield each attempt that has begun to train: the launcher's times of it, empty if there are
+    none; and its events (Unix time, kind, seconds), beginning with its start.
     """
     times, kinds, took = array("d"), array("b"), array("d")
     for record in islice(filter(None, map(parse_record, metrics_lines(folder))), MAX_RECORDS):
