@@ -1,4 +1,4 @@
-"""RUN/launches.jsonl: what the launcher notes of each attempt at a run, for its goodput.
+"""The file RUN/launches.jsonl, in which the launcher notes each attempt at a run, for goodput.
 
 A line has times in Unix seconds: `started`; `printed`, the first line of a rank; `failed`, the
 first failure that was seen; `ended`, on all hosts. It also has `step` and `last`: the last step in
