@@ -6,7 +6,7 @@ packages that computed them. Each copy takes STEPS steps of train.py on one CPU 
 weights, on rows of data/sample.
 
 CPUs with other instructions, and more threads, sum in another order. With ATEN_CPU_CAPABILITY=avx2
-or default instead of AVX-512, or two threads, the losses moved by up to 1.2e-7 in fp32. In bf16 it
+or default instead of AVX-512, or two threads, the losses moved by up to 1.9e-7 in fp32. In bf16 it
 was up to 1.2e-3, because a router that rounds differently picks other experts. TOLERANCES are a few
 times as large.
 """
