@@ -14,13 +14,13 @@ from pathlib import Path
 
 # One percent above the sizes of today. CONTRIBUTING.md has the aims.
 LIMITS = {
-    "train.py and its imports": 43_900,
+    "train.py and its imports": 44_500,
     "the program for rows": 13_000,
-    "all but tests": 105_700,
-    "tests": 101_700,
-    "smallest copy, all but tests": 65_900,
-    "smallest copy, tests": 24_800,
-    "settings": 64,
+    "all but tests": 111_900,
+    "tests": 106_000,
+    "smallest copy, all but tests": 66_700,
+    "smallest copy, tests": 25_100,
+    "settings": 65,
 }
 ROWS = ("zerotrain/rows/", "scripts/tokenize/")
 LAYOUT = {

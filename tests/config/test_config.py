@@ -340,7 +340,7 @@ def test_files_of_trainer_with_auto_are_accepted(resolved):
 
 def test_what_the_machine_lacks_is_refused(resolved, monkeypatch):
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: False)  # as on older CPUs
-    monkeypatch.setitem(sys.modules, "tensorboard", None)  # as where it is not installed
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # needs another package
 
     def check(values):
         check_machine(*resolved(values), Machine(1, 1))
