@@ -3,6 +3,7 @@
 import os
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import cache, partial
 from io import StringIO
@@ -148,7 +149,9 @@ def check_engine(
         ranks.run_on_all(lambda: check_packing(engine, tokens))
 
 
-compile_once = cache(partial(torch.compile, dynamic=True))
+@cache
+def compile_once(forward: Callable) -> Callable:
+    return torch.compile(forward, dynamic=True)
 
 
 @torch.compiler.disable
