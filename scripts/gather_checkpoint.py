@@ -23,7 +23,6 @@ from tempfile import TemporaryDirectory
 from zerotrain.launch.hostfile import read_hosts
 from zerotrain.launch.job import host_parser, ssh_command
 from zerotrain.runtime.errors import UserError, exit_on_error
-from zerotrain.tools.gather import gather
 from zerotrain.tools.new_folder import new_folder
 
 
@@ -53,6 +52,8 @@ def main() -> None:
         places = {host: f"{host}:" for host in hosts}
         options = ["-e", shlex.join(ssh_command(args.ssh_args))]
         source = args.source.absolute()
+    from zerotrain.tools.gather import gather
+
     with new_folder(args.out) as draft, TemporaryDirectory() as small_files:
         chosen = gather(places, options, source, Path(small_files), draft)
     print(f"{chosen} -> {args.out}")
