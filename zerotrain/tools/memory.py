@@ -342,7 +342,7 @@ def _model_states(setup: Setup, sizes: RunSizes) -> _ModelStates:
     ranks = setup.machine.ranks // sizes.tensor  # ZeRO partitions over tensor-parallel groups.
     sums = ds_config.get("data_types", {}).get("grad_accum_dtype")
     summed = 4 if sums == "fp32" else width
-    linear = {m.weight for m in skeleton.modules() if isinstance(m, nn.Linear)}
+    linear = _linear_weights(skeleton)
     # Tensor parallelism needs a model without frozen weights, and divides all but the embeddings.
     divided = linear.difference(skeleton.get_input_embeddings().parameters())
     elsewhere = (1 - 1 / sizes.tensor) * sum(p.numel() for p in divided)
@@ -375,6 +375,16 @@ def _model_states(setup: Setup, sizes: RunSizes) -> _ModelStates:
     }
     offloaded = {name: states.pop(name) for name in moved if moved[name]}
     return _ModelStates(states, offloaded, trained, updated)
+
+
+@cache  # To walk through a model takes longer than all other formulas.
+def _parameters(skeleton: PreTrainedModel) -> list[nn.Parameter]:
+    return list(skeleton.parameters())
+
+
+@cache
+def _linear_weights(skeleton: PreTrainedModel) -> set[nn.Parameter]:
+    return {m.weight for m in skeleton.modules() if isinstance(m, nn.Linear)}
 
 
 def _loss(setup: Setup, sizes: RunSizes, tokens: int) -> float:
@@ -420,7 +430,7 @@ def _buffers(setup: Setup, sizes: RunSizes) -> tuple[float, float, float]:
         return 0, 0, 0
     zero = setup.ds_config["zero_optimization"]
     width = sizes.weight_bytes
-    parameters = list(setup.architecture.skeleton.parameters())
+    parameters = _parameters(setup.architecture.skeleton)
     trained = [p.numel() for p in parameters if p.requires_grad]
     largest = max(trained, default=0)
     bucket = min(zero.get("reduce_bucket_size", 5e8), sum(trained))
