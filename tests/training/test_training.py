@@ -54,8 +54,9 @@ def test_equals_a_plain_loop(
     forks, tiny_config, tmp_path, chat_rows, plain_once, name, ranks, budget, batching,
     recompute, has_weights,
 ):  # fmt: skip
-    """DeepSpeed's CPU Adam is used if g++ can compile it (10 s, once), otherwise torch's. The
-    held-out set takes several steps.
+    """Two steps of warm-up, and six of which the last is in the second epoch. DeepSpeed's CPU Adam
+    is used if g++ can compile it (10 s, once), otherwise torch's. The held-out set takes several
+    steps.
     """
     ds_config = f"ds_configs/{name}.json"
     if name == "zero2, shared sequences":
@@ -74,7 +75,7 @@ def test_equals_a_plain_loop(
             },
         ],
         data__eval_sources=[write_rows(tmp_path / "three_steps.jsonl", rows[:30])],
-        eval__every_steps=100, eval__generate=3, eval__max_new_tokens=4,
+        train__steps=8, eval__every_steps=100, eval__generate=3, eval__max_new_tokens=4,
         train__replay_every=2 if recompute else None,
     )  # fmt: skip
     plain = plain_once(config, key=has_weights)
@@ -139,8 +140,9 @@ def test_16_bits_follow_the_fp32_curve_and_resume_bit_for_bit(
     # With 16 or more it would skip the first updates.
     ds_config = strategy(tmp_path, name, {"fp16.initial_scale_power": 8})
     config = tiny_config(
-        data__micro_batch_tokens=300, train__precision=precision, ds_config=ds_config
-    )
+        data__micro_batch_tokens=300, train__steps=8, train__precision=precision,
+        ds_config=ds_config,
+    )  # fmt: skip
     plain = plain_once(config)
     # torch computes in fp16 on any CPU, but DeepSpeed allows it on few
     accelerator = "deepspeed.accelerator.cpu_accelerator.CPU_Accelerator"
