@@ -5,6 +5,7 @@ needs root and Debian packages, which `why_not` lists. Test files get the fixtur
 """
 
 import os
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -194,6 +195,11 @@ def start(hosts, log, *command):
 def run(hosts, *command, code=None):
     """Run a command to its end. Fails if `code` is given and the exit code differs."""
     return processes.run(with_ssh(hosts, command), code=code)
+
+
+def kill(pattern):
+    """Return the command that kills the processes of a host whose command lines match."""
+    return f"pkill -KILL -f {shlex.quote(pattern)}"
 
 
 def left_on_hosts(text):
