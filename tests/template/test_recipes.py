@@ -157,11 +157,12 @@ def copied_recipe(tmp_path_factory):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_first_run_of_a_copy_learns(forks, small_run, copied_recipe, tmp_path, name):
-    """There are 100 rows. All but the model's size follows the answers."""
-    turns = [(f"{i}+7?", f"{i}+7={i + 7}") for i in range(100)]
+    """There are 50 rows, and an evaluation halfway. The rest of the recipe follows the answers."""
+    turns = [(f"{i}+7?", f"{i}+7={i + 7}") for i in range(50)]
     rows = [{"text": " ".join(texts)} if "pretraining" in name else chat(*texts) for texts in turns]
     recipe = copied_recipe(name, write_rows(tmp_path / "rows.jsonl", rows))
-    forks.finish(recipe, *small_run(read_config(recipe).model.name_or_path))
+    flags = small_run(read_config(recipe).model.name_or_path)
+    forks.finish(recipe, *flags, "--eval.every_steps", 9)
     losses = [record["eval_loss"] for record in read_metrics(tmp_path / "run", "eval")]
     assert len(losses) == 3 and losses == sorted(losses, reverse=True), losses
 
