@@ -118,7 +118,8 @@ def test_killed_again_and_again_while_saving(forks, tiny_config, tmp_path, tiny_
         train__steps=steps, eval__every_steps=20,
         checkpoint={"every_steps": 1},
     )  # fmt: skip
-    forks.finish(config, "--output_dir", tmp_path / "whole", ranks=2)
+    once = "--checkpoint.every_steps", steps  # saves take longer than steps
+    forks.finish(config, "--output_dir", tmp_path / "whole", *once, ranks=2)
     run_folder, chance, drafts = tmp_path / "run", random.Random(7), 0
     for attempt in range(kills):
         began = time.time()

@@ -154,8 +154,9 @@ def test_a_preempted_pod_and_the_skypilot_task(forks, hosts, tiny_config, tmp_pa
     pattern = "'^[^ ]*python -u -m zerotrain.launch.node'"  # until none is left
     hosts.run(2, f"while pkill -TERM -f {pattern}; do sleep 0.05; done")
     assert [pod.wait(240) for pod in pods] == [EXIT_PREEMPTED] * 2, nodes.log.read_text()
-    for at in (folder, tmp_path / "whole"):
-        output = forks.finish(config, "--output_dir", at, ranks=2).output  # quicker to start
+    for at in (folder, tmp_path / "whole"):  # as forks, and without saves, they take less time
+        flags = ["--output_dir", at, "--checkpoint.every_steps", 50]
+        output = forks.finish(config, *flags, ranks=2).output
         assert ("resuming from" in output) == (at == folder), output
     whole = determined(tmp_path / "whole")
     assert determined(folder) == whole and len(whole) == 50

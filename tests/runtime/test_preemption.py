@@ -53,7 +53,8 @@ def test_preempted_at_any_moment(forks, config, tmp_path):
     """All ranks save the same step and exit with code 75. The next start resumes, and is preempted
     at another moment. At last the run completes the curve.
     """
-    forks.finish(config, "--output_dir", tmp_path / "whole", ranks=2)
+    whole = "--output_dir", tmp_path / "whole", "--checkpoint.every_steps", 12
+    forks.finish(config, *whole, ranks=2)
     folder = tmp_path / "run"
     for number, (moment, has_come) in enumerate(MOMENTS.items()):
         began = time.time()
