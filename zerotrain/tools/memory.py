@@ -19,7 +19,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
-    PretrainedConfig,
     PreTrainedModel,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -59,13 +58,15 @@ class RunSizes:
         self.layers = int(text.num_hidden_layers)
         self.hidden = hidden_size(skeleton)
         # Queries and keys stay 0 without attention.
-        heads = _mean_size(text, "num_attention_heads") or 0
-        head_dim = _mean_size(text, "head_dim") or (self.hidden // heads if heads else 0)
+        heads = _mean_size(skeleton, "num_attention_heads") or 0
+        head_dim = _mean_size(skeleton, "head_dim") or (self.hidden // heads if heads else 0)
         self.queries = heads * head_dim
-        self.keys = (_mean_size(text, "num_key_value_heads") or heads) * head_dim
-        self.experts = _mean_size(text, "num_experts_per_tok") or 1
+        self.keys = (_mean_size(skeleton, "num_key_value_heads") or heads) * head_dim
+        self.experts = _mean_size(skeleton, "num_experts_per_tok") or 1
         names = ("moe_intermediate_size", "intermediate_size", "n_inner")
-        inner = next((size for name in names if (size := _mean_size(text, name))), 4 * self.hidden)
+        inner = next(
+            (size for name in names if (size := _mean_size(skeleton, name))), 4 * self.hidden
+        )
         self.inner = inner * self.experts
         """Feed-forward width of all experts that a token visits."""
 
@@ -75,9 +76,10 @@ def weight_bytes(ds_config: dict[str, Any]) -> int:
     return 2 if ds_config["bf16"]["enabled"] or ds_config["fp16"]["enabled"] else 4
 
 
-def _mean_size(text: PretrainedConfig, name: str) -> float | None:
+@cache  # A forecast asks for the same sizes again and again, and each answer visits all layers.
+def _mean_size(skeleton: PreTrainedModel, name: str) -> float | None:
     """Return a size of the architecture, as a mean if layers differ; None if it is missing."""
-    sizes = sizes_of(text, name)
+    sizes = sizes_of(skeleton.config.get_text_config(), name)
     return sum(sizes) / len(sizes) if sizes else None
 
 
