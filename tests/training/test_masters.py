@@ -13,9 +13,10 @@ from zerotrain.checkpoint.masters import points_in_cells
 from zerotrain.tools.saved import shards_of_rank, whole_weight
 
 SEED = 7
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES.values())
 def test_points_are_everywhere_in_the_cell_and_round_to_the_value(dtype):
     """Of every 16-bit number: normal, subnormal, powers of two, zeros, the largest, infinite."""
     bits = torch.arange(-(2**15), 2**15).to(torch.int16)
@@ -45,32 +46,39 @@ def test_masters_begin_within_rounding_the_same_in_every_layout(
     weight.data[0, :6] = torch.tensor([0.0, -0.0, 2.0**-7, -0.25, 1e-39, -6e-6])
     exact.save_pretrained(tmp_path / "fp32")
     exact = {name: p.detach().clone() for name, p in in_file.items()}
-    half = AutoModelForCausalLM.from_pretrained(tmp_path / "fp32", dtype=torch.bfloat16)
-    half.save_pretrained(tmp_path / "bf16")
-    for name in ("fp32", "bf16"):
+    for name, dtype in DTYPES.items():
+        half = AutoModelForCausalLM.from_pretrained(tmp_path / "fp32", dtype=dtype)
+        half.save_pretrained(tmp_path / name)
+    for name in ("fp32", *DTYPES):
         sample_tokenizer.save_pretrained(tmp_path / name)
     config = tiny_config(
         model=tmp_path / "bf16", train__precision="bf16", train__warmup_examples=0,
         train__learning_rate=1e-60, train__steps=1, train__seed=SEED, data__eval_sources=[],
     )  # fmt: skip
+    accelerator = "deepspeed.accelerator.cpu_accelerator.CPU_Accelerator"
+    patches = {f"{accelerator}.is_fp16_supported": "lambda self: True"}  # torch computes in it
     losses = set()
 
     def check(expected, name, *flags, ds_config="zero2", ranks=1):
         folder = tmp_path / name
         flags = "--output_dir", folder, "--ds_config", strategy(tmp_path, ds_config), *flags
-        output = forks.finish(config, *flags, ranks=ranks).output
+        output = forks.finish(config, *flags, ranks=ranks, patches=patches).output
         shards = shards_of_rank(checkpoints(folder)[-1], 0)
         for name, weights in expected.items():
             assert torch.equal(whole_weight(shards, name), weights), (folder.name, name)
         losses.add(read_metrics(folder)[0]["loss"])
         return output
 
+    def within_rounding(loaded, dtype):
+        points = {}
+        for name, w in loaded.items():
+            values, index = w.flatten(), np.arange(w.numel())
+            found = points_in_cells(values, values, index, f"{SEED} {name}", dtype)
+            points[name] = found.view_as(w)
+        return points
+
     loaded = {name: w.to(torch.bfloat16).float() for name, w in exact.items()}
-    points = {}
-    for name, w in loaded.items():
-        values, index = w.flatten(), np.arange(w.numel())
-        found = points_in_cells(values, values, index, f"{SEED} {name}", torch.bfloat16)
-        points[name] = found.view_as(w)
+    points = within_rounding(loaded, torch.bfloat16)
     assert "at the bf16 weights" in check(loaded, "loaded", "--train.masters", "loaded")
     assert "at random points" in check(points, "spread")
     assert len(losses) == 1, "the first loss does not move"
@@ -86,3 +94,11 @@ def test_masters_begin_within_rounding_the_same_in_every_layout(
     finer = {name: w.where(w != loaded[name], points[name]) for name, w in exact.items()}
     fp32 = "--model.name_or_path", tmp_path / "fp32"
     assert "fp32 files" in check(finer, "fp32_files", *fp32, ds_config="zero3", ranks=2)
+    losses.clear()
+    loaded = {name: w.to(torch.float16).float() for name, w in exact.items()}
+    points = within_rounding(loaded, torch.float16)
+    fp16 = "--model.name_or_path", tmp_path / "fp16", "--train.precision", "fp16"
+    check(loaded, "fp16_loaded", *fp16, "--train.masters", "loaded")
+    for ds_config, ranks in (("zero1", 2), ("zero3_offload", 3)):
+        check(points, f"fp16_{ds_config}", *fp16, ds_config=ds_config, ranks=ranks)
+    assert max(losses) - min(losses) < 1e-4
