@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from harness.cures import refused
-from harness.inputs import flip, strategy
+from harness.inputs import flip, strategy, weighted, write_rows
 from harness.processes import NEEDS_ROOT, mounted
 from harness.runs import assert_each_step_once, checkpoints, curve, is_saving, read_metrics
 
@@ -42,12 +42,14 @@ CHAINS = {
 
 @pytest.mark.parametrize("precision", CHAINS)
 def test_other_world_sizes_stages_and_offload_continue_the_curve(
-    forks, tiny_config, tmp_path, precision
+    forks, tiny_config, tmp_path, chat_rows, precision
 ):
     """The run takes one step with each layout, and the rest with the last. It has two parameter
-    groups, with and without weight decay. No parameter's size is divisible by 3 ranks.
+    groups, with and without weight decay. No parameter's size is divisible by 3 ranks. Rows and
+    messages have weights.
     """
-    config = tiny_config(train__precision=precision, train__steps=7)
+    rows = write_rows(tmp_path / "weighted.jsonl", weighted(chat_rows))
+    config = tiny_config(train__precision=precision, train__steps=7, data__train_sources=[rows])
     forks.finish(config, "--output_dir", tmp_path / "whole", ranks=2)
     run_folder = tmp_path / "run"
     run_folder.mkdir()
@@ -56,7 +58,7 @@ def test_other_world_sizes_stages_and_offload_continue_the_curve(
             (run_folder / "stop").touch()  # seen after the first step
         finished = forks.finish(config, "--ds_config", strategy(tmp_path, name), ranks=ranks)
         assert ("resuming from" in finished.output) == (step > 1)
-    tolerance = 1e-5 if precision == "fp32" else 1e-3
+    tolerance = 1e-5 if precision == "fp32" else 3e-3
     expected = curve(tmp_path / "whole")
     assert len(expected) == 7
     np.testing.assert_allclose(curve(run_folder), expected, rtol=tolerance)
