@@ -137,6 +137,13 @@ def make_trainer(config: Config) -> Trainer:
     if on_gpu:
         AttentionInterface.register(VARLEN, varlen_attention)
         AttentionMaskInterface.register(VARLEN, lambda **_: None)
+    if on_gpu and config.model.compile:
+        from liger_kernel.transformers import functional
+
+        # Compiled, Liger 0.8.5's loss takes minutes, and is wrong where labels are -100
+        # (https://github.com/linkedin/Liger-Kernel/pull/1338).
+        loss = torch.compiler.disable(functional.liger_fused_linear_cross_entropy)
+        functional.liger_fused_linear_cross_entropy = loss
     torch.manual_seed(0)
     with torch.device("cuda" if on_gpu else "cpu"):
         model = AutoModelForCausalLM.from_config(
