@@ -24,8 +24,9 @@ from zerotrain.checkpoint.lock import RunLock
 from zerotrain.config.parse import check_start
 from zerotrain.runtime.errors import UserError
 from zerotrain.runtime.preemption import TIDY_SECONDS
+from zerotrain.tools.goodput import measure_goodput
 from zerotrain.tracking import wandb as wandb_sink
-from zerotrain.tracking.metrics import JsonlSink, Metrics
+from zerotrain.tracking.metrics import JsonlSink, Metrics, UsefulTime
 from zerotrain.tracking.wandb import FINISH_SECONDS, WandbSink
 
 SECRETS = {"WANDB_API_KEY": "0123456789abcdef" * 2 + "01234567", "HF_TOKEN": "hf_neverWriteThis"}
@@ -62,8 +63,9 @@ def test_trackers_have_every_step_of_a_killed_and_resumed_run(
     forks, tiny_config, tmp_path, monkeypatch
 ):
     """W&B has the steps before the kill, also those after the last checkpoint. The resumed run has
-    the same id, and logs the repeated steps again. No file of the run has a key in it. TensorBoard
-    shows each step in one run; so does MLflow, where somebody has installed it.
+    the same id, and logs the repeated steps again. Goodput counts from the first start, and
+    is the report's. No file of the run has a key in it. TensorBoard shows each step in one run; so
+    does MLflow, where somebody has installed it.
     """
     folder = tmp_path / "run"
     trackers = [name for name in ("tensorboard", "mlflow") if importlib.util.find_spec(name)]
@@ -83,6 +85,10 @@ def test_trackers_have_every_step_of_a_killed_and_resumed_run(
     process.wait()
     [(name, rows)] = starts_of(folder)
     assert rows[-1]["step"] >= 12
+    live = {step["step"]: step["goodput"] for step in read_metrics(folder)}
+    assert [*live.values()][-1] == pytest.approx(measure_goodput(folder).share, 1e-9)
+    shown = {row["step"]: row["train/goodput"] for row in rows if "train/goodput" in row}
+    assert shown == {step: live[step] for step in shown}
 
     saved = int(checkpoints(folder)[-1].name.removeprefix("step_"))
     last = saved + 10
@@ -93,6 +99,16 @@ def test_trackers_have_every_step_of_a_killed_and_resumed_run(
     shown = {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
     assert shown == {step: loss for step, loss in losses.items() if step > saved}
     assert any("eval/eval_loss" in row for row in rows)
+    first, second = read_metrics(folder, "start")
+    steps = read_metrics(folder)
+    useful = 0.0
+    for attempt in (steps[:saved], steps[saved:]):
+        took = [step["step_seconds"] for step in attempt]
+        useful += min(took[0], took[1]) + sum(took[1:])
+    assert second["started"] > steps[saved - 1]["time"] > first["started"]
+    live = [row["train/goodput"] for row in rows if "train/goodput" in row][-1]
+    assert live == pytest.approx(useful / (steps[-1]["time"] - first["started"]), 1e-9)
+    assert live == pytest.approx(measure_goodput(folder).share, 1e-9)
     assert [start["step"] for start in read_metrics(folder, "start")] == [0, saved]
     assert_no_secret_in(folder)
 
@@ -255,7 +271,7 @@ def test_a_full_disk_costs_no_record_once_it_has_room_again(tmp_path, tiny_confi
     """A full disk costs one warning. No run starts on it."""
     config = read_config(tiny_config())
     with mounted(tmp_path, "-t", "tmpfs", "-o", "size=64k", "none"):
-        metrics = Metrics([JsonlSink(0, RunLock(tmp_path))])
+        metrics = Metrics([JsonlSink(0, RunLock(tmp_path), UsefulTime().add)])
         metrics.log("train", {"step": 1})
         ballast = tmp_path / "ballast"
         with suppress(OSError), ballast.open("wb", buffering=0) as file:
@@ -282,8 +298,9 @@ def test_malformed_lines_of_metrics_are_skipped(tmp_path, monkeypatch):
     [step] = read_metrics(tmp_path)
     assert step["step"] == 2 and math.isnan(step["loss"])
     monkeypatch.setattr("zerotrain.tracking.metrics.MAX_METRICS_BYTES", 10)
-    JsonlSink(3, RunLock(tmp_path)).close(0)
-    assert path.read_text() == '{"kind": "train", "step": 2, "loss": NaN}\n'
+    JsonlSink(3, RunLock(tmp_path), UsefulTime().add).close(0)
+    [line] = path.read_text().splitlines()
+    assert line.startswith('{"kind": "train", "step": 2, "loss": NaN')
     os.truncate(path, 1 << 40)
     with pytest.raises(UserError, match=r"metrics\.jsonl has more than"):
         read_metrics(tmp_path)

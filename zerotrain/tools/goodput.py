@@ -1,9 +1,9 @@
 """Goodput of a run: useful step seconds over wall seconds, and where the other seconds went.
 
-metrics.jsonl has each step once, also in a run that was killed and resumed. So the sum of its step
-seconds is the useful time. The rest comes from the times of its records, and from the launcher's
-notes of its attempts (launches.py). Without these notes, all time between the last saved step and
-the next start is one part.
+The share is the `goodput` of the run's last step (zerotrain/tracking/metrics.py). The parts of the
+rest come from the times of the records, and from the launcher's notes of its attempts
+(launches.py). Without these notes, the time between the last saved step and the next start of rank
+0 is one part, and its imports count as loading.
 """
 
 import math
@@ -13,12 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from zerotrain.tools.launches import read_launches
 from zerotrain.tools.records import number
-from zerotrain.tracking.metrics import metrics_lines, parse_record
+from zerotrain.tracking.metrics import UsefulTime, metrics_lines, parse_record
 
 USEFUL = "useful steps"
 PARTS = (
@@ -27,8 +26,13 @@ PARTS = (
     "other",
 )  # fmt: skip
 MAX_RECORDS = 1 << 21
-SECONDS = {"start": "", "train": "step_seconds", "save": "save_seconds", "eval": "eval_seconds"}
-"""Kinds of records that count, and their key for how long they took."""
+SECONDS = {
+    "start": "started",
+    "train": "step_seconds",
+    "save": "save_seconds",
+    "eval": "eval_seconds",
+}
+"""Kinds of records that count, and their key for how long they took, or for when it began."""
 KINDS = [*SECONDS]
 
 
@@ -36,6 +40,8 @@ KINDS = [*SECONDS]
 class Goodput:
     """Where the wall seconds of a run went."""
 
+    share: float
+    """Useful seconds over wall seconds; NaN before the first step."""
     wall_seconds: float
     seconds: dict[str, float]
     """Seconds of each of PARTS. They add up to wall_seconds."""
@@ -44,62 +50,67 @@ class Goodput:
     it. Without the launcher's notes, the last step that the run has kept counts.
     """
 
-    @property
-    def share(self) -> float:
-        """Useful seconds over wall seconds; NaN before the first step."""
-        return self.seconds[USEFUL] / self.wall_seconds if self.wall_seconds > 0 else math.nan
-
 
 def measure_goodput(folder: Path) -> Goodput:
-    """Return the goodput of a run since its first start.
+    """Return the goodput of a run from its first start to its last step.
 
     Raises:
         UserError: the folder has no metrics.jsonl that can be read.
     """
-    attempts = list(attempts_of(folder))
-    steps = [took for _, events in attempts for _, kind, took in events if kind == "train"]
-    usual = median(steps) if steps else 0.0
+    attempts = [*attempts_of(folder)]
+    steps = [time for _, events in attempts for time, kind, _ in events if kind == "train"]
     seconds = Counter(dict.fromkeys(PARTS, 0.0))
+    if not steps:
+        return Goodput(math.nan, 0.0, dict(seconds), [])
+    end = max(steps)
+    run = UsefulTime()
+    share = math.nan
     to_next_step = []
-    before = last = None
+    before, last = {}, None
     for launch, events in attempts:
-        began = events[0][0]
-        started = launch.get("started", began)
-        if before is not None:
+        began, _, startup = events[0]
+        if began > end:
+            break
+        # The first attempt begins with rank 0, which does not know when its launcher began.
+        started = began - startup
+        if last is not None:
+            started = launch.get("started", started)
+            reached = max(last, before.get("last", last))
+            seconds["steps that were repeated"] += reached - last
+            if "failed" in before:
+                seconds["detection"] += max(0.0, before["failed"] - reached)
+                seconds["ending the ranks"] += before["ended"] - before["failed"]
             is_noted = launch and "ended" in before
             name = "preflight" if is_noted else "between two starts, not recorded"
             seconds[name] += max(0.0, started - before.get("ended", last))
-        printed = min(launch.get("printed", started), began)
+        printed = min(max(started, launch.get("printed", started)), began)
         seconds["imports"] += printed - started
         seconds["loading"] += began - printed
-        is_first = True
+        useful = run.seconds
+        first = None
+        others = idle = 0.0
         for time, kind, took in events:
-            if kind == "train" and is_first:
-                is_first = False
-                # Compilation and the first collectives are not useful time.
-                useful = min(took, usual)
-                idle = sum(took for at, kind, took in events if kind == "eval" and at <= time)
-                seconds["first step"] += max(0.0, time - began - useful - idle)
-                seconds[USEFUL] += useful
-                if before is not None:
-                    to_next_step.append(time - before.get("last", last))
-            elif kind == "train":
-                seconds[USEFUL] += took
-            elif kind != "start":
+            if kind == "start":
+                run.add(kind, {"started": time - took})
+            elif kind == "train" and time > run.began:
+                share = run.add(kind, {"time": time, "step_seconds": took})["goodput"]
+                others += took * (first is not None)
+                first = first or time
+            elif kind != "train" and time <= end:
                 seconds["saves" if kind == "save" else "evaluations"] += took
+                idle += took * (first is None)
+        if first is not None:
+            # Compilation and the first collectives are not useful time.
+            useful = run.seconds - useful - others
+            seconds["first step"] += max(0.0, first - began - useful - idle)
+            if last is not None:
+                to_next_step.append(first - before.get("last", last))
         last = events[-1][0]
-        reached = max(last, launch.get("last", last))
-        seconds["steps that were repeated"] += reached - last
-        if "failed" in launch:
-            seconds["detection"] += max(0.0, launch["failed"] - reached)
-            seconds["ending the ranks"] += launch["ended"] - launch["failed"]
         before = launch
-    if not attempts:
-        return Goodput(0.0, dict(seconds), [])
-    first, events = attempts[0]
-    wall = max(last, before.get("ended", last)) - first.get("started", events[0][0])
+    seconds[USEFUL] = run.seconds
+    wall = end - run.began
     seconds["other"] = max(0.0, wall - sum(seconds.values()))
-    return Goodput(wall, dict(seconds), to_next_step)
+    return Goodput(share, wall, dict(seconds), to_next_step)
 
 
 def attempts_of(folder: Path) -> Iterator[tuple[dict[str, float], list[tuple[float, str, float]]]]:
@@ -112,7 +123,8 @@ def attempts_of(folder: Path) -> Iterator[tuple[dict[str, float], list[tuple[flo
         if kind in SECONDS and not math.isnan(time):
             times.append(time)
             kinds.append(KINDS.index(kind))
-            took.append(max(0.0, number(record.get(SECONDS[kind], 0.0))))
+            value = number(record.get(SECONDS[kind], time * (kind == "start")))
+            took.append(max(0.0, time - value if kind == "start" else value))
     launches = [*map(times_of, read_launches(folder))]
     events = []
     for i, time in enumerate(times):

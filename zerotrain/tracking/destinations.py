@@ -7,6 +7,8 @@ import os
 import socket
 from collections import Counter
 
+import psutil
+
 from zerotrain.checkpoint.lock import RunLock
 from zerotrain.checkpoint.state import Progress
 from zerotrain.config.schema import Config
@@ -36,7 +38,10 @@ def open_metrics(
     hosts = ranks.gather_json(f"{socket.gethostname()}: {device_name(ranks.device)}")
 
     def open_sinks() -> None:
-        metrics.sinks += [ConsoleSink(start.step, total_steps), JsonlSink(start.step, lock)]
+        metrics.sinks += [
+            ConsoleSink(start.step, total_steps),
+            JsonlSink(start.step, lock, metrics.useful_time.add),
+        ]
         environment = f"{os.environ.get('WANDB_MODE')} {os.environ.get('WANDB_DISABLED')}"
         switches = f"{config.tracking.wandb} {environment}".lower().split()
         if not {"disabled", "true", "1"} & {*switches}:
@@ -52,6 +57,7 @@ def open_metrics(
             except Exception as error:  # each tracker has its own errors
                 print(f"WARNING: {name} failed, training continues: {describe(error)}")
         cluster = {"step": start.step, "world_size": len(hosts), "ranks": Counter(hosts)}
+        cluster["started"] = psutil.Process().create_time()
         metrics.log("start", cluster)
 
     ranks.run_on_first(open_sinks)

@@ -21,6 +21,33 @@ MAX_METRICS_BYTES = 1 << 32
 MAX_LINE_BYTES = 1 << 24
 
 
+class UsefulTime:
+    """Goodput: the seconds of useful steps over all seconds since a run's first start.
+
+    The records come in order, without those that a resumed run has removed. So a step that ran
+    again counts once. The first step after a start compiles and connects: it counts with the second
+    step, for at most as long.
+    """
+
+    began = seconds = 0.0
+    _first = None
+
+    def add(self, kind: str, values: dict[str, Any]) -> dict[str, Any]:
+        """Return the values of a record, with the goodput up to here if it is a step."""
+        if kind == "start":
+            self.began = self.began or values.get("started", values.get("time", 0))
+            self._first = None
+        if kind != "train":
+            return values
+        took = values.get("step_seconds", 0)
+        if self._first is None:
+            self._first = took
+        else:
+            self.seconds += took + min(took, self._first)
+            self._first = 0
+        return values | {"goodput": self.seconds / (values.get("time", 1) - self.began)}
+
+
 class Metrics:
     """Passes each record to all sinks, which have the same methods: log and close.
 
@@ -30,6 +57,7 @@ class Metrics:
 
     def __init__(self, sinks: list[Any]) -> None:
         self.sinks = sinks
+        self.useful_time = UsefulTime()
         self._failing = set()
 
     def log(self, kind: str, values: dict[str, Any]) -> None:
@@ -41,6 +69,7 @@ class Metrics:
             values: values of JSON types by name, with units in the names. `step`, the number of
                 finished optimizer steps, is always among them.
         """
+        values = self.useful_time.add(kind, {"time": time.time(), **values})
         self._for_each(lambda sink: sink.log(kind, values))
 
     def close(self, exit_code: int) -> None:
@@ -64,7 +93,7 @@ def numbers(kind: str, values: dict[str, Any]) -> dict[str, float]:
     return {
         f"{kind}/{name}": float(value)
         for name, value in values.items()
-        if isinstance(value, int | float) and name != "step"
+        if isinstance(value, int | float) and name not in ("step", "time")
     }
 
 
@@ -76,19 +105,19 @@ class JsonlSink:
     with a later record, up to BUFFER_BYTES.
     """
 
-    def __init__(self, first_step: int, lock: RunLock) -> None:
+    def __init__(self, first_step: int, lock: RunLock, add: Callable) -> None:
         path = lock.folder / METRICS
         lines = metrics_lines(lock.folder, math.inf) if first_step and path.exists() else []
         records = filter(None, map(parse_record, lines))
-        kept = (json.dumps(record) + "\n" for record in records if record["step"] <= first_step)
-        replace_text(path, kept)
+        kept = (record for record in records if record["step"] <= first_step)
+        replace_text(path, (json.dumps(add(record["kind"], record)) + "\n" for record in kept))
         # After a failed flush the buffer keeps its content for the next one.
         self._file = path.open("ab", buffering=BUFFER_BYTES)
         self._lock = lock
 
     def log(self, kind: str, values: dict[str, Any]) -> None:
         if not self._lock.is_lost():
-            record = {"kind": kind, "time": time.time(), **values}
+            record = {"kind": kind, **values}
             self._file.write(json.dumps(record).encode() + b"\n")
             self._file.flush()
 
