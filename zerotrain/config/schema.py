@@ -24,6 +24,7 @@ RowFormat = Literal[
     "auto", "tokens", "messages", "sharegpt", "conversational", "prompt_completion", "instruction",
     "text",
 ]  # fmt: skip
+COMMIT = re.compile("[0-9a-f]{40}")
 HELD_OUT = "held_out"
 """Name of the only held-out set, if it has no name."""
 CHAT_TEMPLATES = Path(__file__).resolve().parents[2] / "data" / "chat_templates"

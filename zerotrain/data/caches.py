@@ -1,6 +1,5 @@
 """The token caches of a run: which folders they are, and the program that makes missing ones."""
 
-import glob
 import json
 import operator
 import os
@@ -17,12 +16,12 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from zerotrain.config.parse import dump_config
-from zerotrain.config.schema import Config, Source, chat_template_file
+from zerotrain.config.schema import COMMIT, Config, Source, chat_template_file
 from zerotrain.data.cache import CACHE_VERSION, TokenizedRows, open_cache
 from zerotrain.runtime.errors import EnvironmentFailure, UserError
+from zerotrain.runtime.files import files_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-COMMIT = re.compile("[0-9a-f]{40}")
 ERROR_LINE = re.compile(r"(?:\[rank .*?\] )?error: (.*)")  # exit_on_error prints it.
 # tar, rsync and container images keep size and time of a file that they replace, but not the rest.
 STATUS = operator.attrgetter("st_size", "st_mtime_ns", "st_ctime_ns", "st_ino")
@@ -35,16 +34,6 @@ NOT_OF_TOKENS = {
 def sets_of(config: Config) -> list[list[Source]]:
     """Return the sources of the training data, and of each held-out set."""
     return [config.data.train_sources, *config.data.eval_sources.values()]
-
-
-def files_of(path: str) -> list[str]:
-    """Return all files of a path, a folder (with subfolders) or a glob, in any order. ~ and
-    variables are expanded, hidden files are left out.
-    """
-    path = os.path.expandvars(os.path.expanduser(path))  # noqa: PTH111
-    # As a glob, as a name that may contain brackets, and as a folder.
-    patterns = (path, glob.escape(path), f"{glob.escape(path)}/**/*")
-    return [f for pattern in patterns for f in glob.glob(pattern, recursive=True)]  # noqa: PTH207
 
 
 def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:

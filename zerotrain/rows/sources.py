@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
-from zerotrain.data.caches import COMMIT, files_of
-from zerotrain.model.hub import hub_error
+from zerotrain.config.schema import COMMIT
 from zerotrain.rows.readers import (
     COMPRESSIONS,
     EXTRA_CELLS,
@@ -26,6 +25,7 @@ from zerotrain.rows.readers import (
     rows_of,
 )
 from zerotrain.runtime.errors import UserError, describe, first_of
+from zerotrain.runtime.files import files_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -213,6 +213,8 @@ def fingerprints(sources: Iterable["Source"]) -> list[dict[str, str]]:
 
 def _from_hub(source: "Source") -> "Dataset":
     import datasets
+
+    from zerotrain.model.hub import hub_error  # Files need no hub. Its import takes a second.
 
     try:
         found = datasets.load_dataset(

@@ -1,5 +1,6 @@
 """Write files and folders whole or not at all, and read text files of strangers."""
 
+import glob
 import os
 import stat
 import uuid
@@ -67,3 +68,13 @@ def read_text(file: str, key: str = "") -> str:
             return text.read(status.st_size)
     except (OSError, ValueError) as error:
         raise UserError(f"{key}cannot read {file}: {describe(error)}") from error
+
+
+def files_of(path: str) -> list[str]:
+    """Return all files of a path, a folder (with subfolders) or a glob, in any order. ~ and
+    variables are expanded, hidden files are left out.
+    """
+    path = os.path.expandvars(os.path.expanduser(path))  # noqa: PTH111
+    # As a glob, as a name that may contain brackets, and as a folder.
+    patterns = (path, glob.escape(path), f"{glob.escape(path)}/**/*")
+    return [f for pattern in patterns for f in glob.glob(pattern, recursive=True)]  # noqa: PTH207
