@@ -43,7 +43,8 @@ def check_goodput(folder):
     unnoted = measure_goodput(without)
     assert unnoted.seconds["between two starts, not recorded"] > 0 == unnoted.seconds["preflight"]
     assert unnoted.seconds[USEFUL] == seconds[USEFUL]
-    assert unnoted.wall_seconds < goodput.wall_seconds
+    assert unnoted.wall_seconds == goodput.wall_seconds and unnoted.share == goodput.share
+    assert goodput.share == read_metrics(folder)[-1]["goodput"]
 
 
 @needs_hosts

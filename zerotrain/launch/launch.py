@@ -20,7 +20,7 @@ from pathlib import Path
 
 from zerotrain.launch.hostfile import between, refuse_same_machine, world_size
 from zerotrain.launch.job import Job, job_of, job_parser, needs_of, remote_command
-from zerotrain.launch.node import EVENT, FORWARDED, GRACE_SECONDS
+from zerotrain.launch.node import EVENT, FORWARDED, GRACE_SECONDS, LOST
 from zerotrain.launch.restart import choose_hosts
 from zerotrain.runtime.errors import (
     EXIT_FAILURE,
@@ -122,6 +122,7 @@ class Attempt:
         host or a killed rank, 1 a user's mistake, 2 anything else.
         """
         self.has_started = False
+        self.is_host_lost = False
         self.next_ping = 0.0
         self.times = {"started": time.time()}
 
@@ -247,6 +248,7 @@ class Attempt:
                 f"{source.host}: {source.last_line or 'no answer'}; {needs_of(source.host)}"
             )
         if code == 255 or code < 0:  # ssh lost its host, or was killed
+            self.is_host_lost = True
             what = "is lost: its ssh connection has ended, or its node wrapper was killed"
             self.fail(0, EXIT_FAILURE, f"{source.host} {what}")
         elif code not in (0, EXIT_PREEMPTED):
@@ -282,6 +284,8 @@ class Attempt:
     def end(self) -> Outcome:
         """Stop the job on all hosts, and return how it ended."""
         for connection in self.running:
+            if self.is_host_lost:
+                connection.send(LOST)
             connection.close()
         deadline = time.monotonic() + GRACE_SECONDS + 5
         while self.running and time.monotonic() < deadline:

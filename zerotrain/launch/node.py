@@ -10,10 +10,11 @@ of the first rank that failed: 2 for a mistake in the input, 75 if preempted and
 signal N.
 
 Under launch.sh, the wrapper prints its address and a free port, and reads the job from standard
-input. Later lines are names of signals. It ends its ranks when its input is closed, or silent for
-too long, because a cut link closes nothing. It talks to launch.sh in lines of EVENT and a JSON
-object, among the ranks' lines: {"client", "server", "port", "machine"} when it is ready, {"failed",
-"code"} when a rank has failed, {"stalled", "watched"} in seconds when this host did not run.
+input. Later lines are names of signals, or LOST. It ends its ranks when its input is closed, or
+silent for too long, because a cut link closes nothing. It talks to launch.sh in lines of EVENT and
+a JSON object, among the ranks' lines: {"client", "server", "port", "machine"} when it is ready,
+{"failed", "code"} when a rank has failed, {"stalled", "watched"} in seconds when this host did not
+run.
 """
 
 import argparse
@@ -53,6 +54,9 @@ WATCHED_SECONDS = 30.0
 STALL_SECONDS = 0.2  # A busy host delays a process that wakes up by less.
 STALLED_SHARE = 0.05  # Stalls of a larger share of the time are reported.
 GRACE_SECONDS = 15.0  # W&B takes up to 10 s to finish
+# Ranks wait in a collective for those of a lost host, and do not react to SIGTERM.
+LOST_GRACE_SECONDS = 5.0
+LOST = "lost"
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 PR_SET_CHILD_SUBREAPER = 36
@@ -78,7 +82,7 @@ def run_ranks(job: Mapping, requests: "queue.SimpleQueue[str]") -> int:
     Args:
         job: command, first_rank and environment: variables to add for the ranks, with
             MASTER_ADDR, MASTER_PORT, WORLD_SIZE and LOCAL_WORLD_SIZE.
-        requests: names of signals to forward, and "close".
+        requests: names of signals to forward, LOST if another host is lost, and "close".
 
     Raises:
         EnvironmentFailure: MASTER_ADDR cannot be reached.
@@ -134,6 +138,7 @@ def wait_for_ranks(running: dict[str, subprocess.Popen], requests: "queue.Simple
     exit_code = 0
     kills_before = memory_kills()
     deadline = float("inf")
+    grace = GRACE_SECONDS
     stop = False
     times = [time.monotonic()]
     while running and time.monotonic() < deadline:
@@ -167,7 +172,9 @@ def wait_for_ranks(running: dict[str, subprocess.Popen], requests: "queue.Simple
             exit_code = exit_code or code
         while not requests.empty():
             request = requests.get()
-            if request == "close":
+            if request == LOST:
+                grace = LOST_GRACE_SECONDS
+            elif request == "close":
                 stop = True
             else:
                 send(running, signal.Signals[request])
@@ -176,9 +183,9 @@ def wait_for_ranks(running: dict[str, subprocess.Popen], requests: "queue.Simple
                 if psutil.Process(process.pid).status() == psutil.STATUS_STOPPED:
                     say({"failed": f"{name} is stopped (SIGSTOP)", "code": 128 + signal.SIGSTOP})
             send(running, signal.SIGTERM)
-            deadline = time.monotonic() + GRACE_SECONDS
+            deadline = time.monotonic() + grace
     for name in running:
-        print(f"{name} has not ended {GRACE_SECONDS:.0f} s after SIGTERM: killing it", flush=True)
+        print(f"{name} has not ended {grace:.0f} s after SIGTERM: killing it", flush=True)
     return exit_code or (128 + signal.SIGKILL if running else 0)
 
 
