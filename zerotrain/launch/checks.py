@@ -5,9 +5,9 @@ import statistics
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 from zerotrain.launch.host_report import Problem
@@ -15,6 +15,7 @@ from zerotrain.launch.hostfile import refuse_same_machine
 from zerotrain.launch.job import Job, needs_of, remote_command
 from zerotrain.runtime.errors import first_of
 
+LOST_CONNECT_SECONDS = 4
 REPORT_SECONDS = 120  # checksums of a model's files take a while
 MAX_CLOCK_SECONDS = 1.0
 SHARE = "copy one version to all hosts, or share the disk"
@@ -76,14 +77,20 @@ def differences(reports: Reports) -> Iterator[tuple[str, Problem]]:
             yield host, Problem("clock", text)
 
 
-def check_hosts(job: Job) -> tuple[Reports, list[tuple[str, Problem]]]:
+def check_hosts(job: Job, lost: Collection[str] = ()) -> tuple[Reports, list[tuple[str, Problem]]]:
     """Return the reports of all hosts, and (host, problem) for each problem.
+
+    Args:
+        lost: hosts whose ssh has to answer within LOST_CONNECT_SECONDS.
 
     Raises:
         UserError: two hosts are the same machine.
     """
+    # ssh takes the first value of an option.
+    hasty = replace(job, ssh=[job.ssh[0], f"-oConnectTimeout={LOST_CONNECT_SECONDS}", *job.ssh[1:]])
+    jobs = [hasty if host in lost else job for host in job.hosts]
     with ThreadPoolExecutor(64) as pool:
-        found = pool.map(partial(read_report, job), job.hosts)
+        found = pool.map(read_report, jobs, job.hosts)
         reports = dict(zip(job.hosts, found, strict=True))
     refuse_same_machine({host: r["machine"] for host, r in reports.items() if "machine" in r})
     own = [(host, Problem(*problem)) for host, r in reports.items() for problem in r["problems"]]

@@ -48,6 +48,8 @@ class Outcome:
     code: int
     cause: str = ""
     stopped_by_user: bool = False
+    lost: tuple[str, ...] = ()
+    """The hosts that were lost."""
 
 
 class Connection:
@@ -122,7 +124,8 @@ class Attempt:
         host or a killed rank, 1 a user's mistake, 2 anything else.
         """
         self.has_started = False
-        self.is_host_lost = False
+        self.lost = []
+        """The hosts that are lost."""
         self.next_ping = 0.0
         self.times = {"started": time.time()}
 
@@ -248,7 +251,7 @@ class Attempt:
                 f"{source.host}: {source.last_line or 'no answer'}; {needs_of(source.host)}"
             )
         if code == 255 or code < 0:  # ssh lost its host, or was killed
-            self.is_host_lost = True
+            self.lost.append(source.host)
             what = "is lost: its ssh connection has ended, or its node wrapper was killed"
             self.fail(0, EXIT_FAILURE, f"{source.host} {what}")
         elif code not in (0, EXIT_PREEMPTED):
@@ -284,7 +287,7 @@ class Attempt:
     def end(self) -> Outcome:
         """Stop the job on all hosts, and return how it ended."""
         for connection in self.running:
-            if self.is_host_lost:
+            if self.lost:
                 connection.send(LOST)
             connection.close()
         deadline = time.monotonic() + GRACE_SECONDS + 5
@@ -296,7 +299,7 @@ class Attempt:
             code = 128 + self.received[-1] if self.received else code
         elif any(c.process.returncode == EXIT_PREEMPTED for c in self.connections):
             code, cause = EXIT_PREEMPTED, "preempted and saved; the same command resumes"
-        return Outcome(code, cause, bool(self.received))
+        return Outcome(code, cause, bool(self.received), tuple(self.lost))
 
 
 def receive_signals() -> list[int]:
@@ -342,7 +345,7 @@ def launch(
         if is_over or max_restarts == 0:
             return outcome
         before = saved
-        now, saved = choose_hosts(job, chosen, restart_wait_seconds, received)
+        now, saved = choose_hosts(job, chosen, restart_wait_seconds, received, outcome.lost)
         restarts = 1 if saved != before else restarts + 1
         if restarts > max_restarts:
             return outcome

@@ -1,6 +1,7 @@
 """Before a job starts or restarts: find the hosts to run it on."""
 
 import time
+from collections.abc import Collection
 from dataclasses import replace
 
 from zerotrain.launch.checks import check_hosts
@@ -12,7 +13,11 @@ RETRY_SECONDS = 5.0
 
 
 def choose_hosts(
-    job: Job, chosen: list[str], wait_seconds: float, received: list[int]
+    job: Job,
+    chosen: list[str],
+    wait_seconds: float,
+    received: list[int],
+    lost: Collection[str] = (),
 ) -> tuple[Job, str]:
     """Wait until each chosen host passes preflight's checks, or a spare host that passes has taken
     its place. Return the job to start.
@@ -23,6 +28,7 @@ def choose_hosts(
         job: the job with all its hosts. Those that are not chosen are spare.
         chosen: the hosts to use, in the order of the ranks. A spare replaces a lost host here.
         received: the signals to stop that this process has received; it may grow meanwhile.
+        lost: hosts that were just lost, which the first check does not wait for as long.
 
     Returns:
         The job on the healthy hosts, and the name of the newest complete checkpoint, "" without
@@ -36,7 +42,8 @@ def choose_hosts(
     deadline = time.monotonic() + wait_seconds
     printed = ""
     while True:
-        reports, findings = check_hosts(job)
+        reports, findings = check_hosts(job, lost)
+        lost = ()
         failed = {host: p for host, p in findings if p.level == Level.FAIL}
         spares = [host for host in job.hosts if host not in failed and host not in chosen]
         for place, host in enumerate(chosen):
