@@ -14,12 +14,12 @@ from pathlib import Path
 
 # One percent above the sizes of today. CONTRIBUTING.md has the aims.
 LIMITS = {
-    "train.py and its imports": 44_500,
+    "train.py and its imports": 44_600,
     "the program for rows": 13_000,
-    "all but tests": 111_900,
+    "all but tests": 112_100,
     "tests": 106_000,
     "smallest copy, all but tests": 66_700,
-    "smallest copy, tests": 25_100,
+    "smallest copy, tests": 25_200,
     "settings": 65,
 }
 ROWS = ("zerotrain/rows/", "scripts/tokenize/")
