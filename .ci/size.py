@@ -17,7 +17,7 @@ LIMITS = {
     "train.py and its imports": 44_600,
     "the program for rows": 13_000,
     "all but tests": 112_100,
-    "tests": 106_000,
+    "tests": 106_100,
     "smallest copy, all but tests": 66_700,
     "smallest copy, tests": 25_200,
     "settings": 65,

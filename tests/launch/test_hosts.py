@@ -442,23 +442,24 @@ def test_a_host_that_stalls_is_named_while_the_job_runs(hosts, sleeping, tiny_co
                 if process.environ().get("SSH_CONNECTION", "").endswith(server):
                     yield process
 
+    def signal_all(processes, number):
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):  # a rank's child may have ended
+                process.send_signal(number)
+
     first, second = ([*running_on(i)] for i in (1, 2))
     assert len(first) > 1 < len(second)  # wrapper and rank
     began = time.monotonic()
     is_stopped = False
     while len(stalls := read_stalls(tmp_path / "run")) < 2 and time.monotonic() < began + 60:
-        for process in first:
-            process.suspend()
+        signal_all(first, signal.SIGSTOP)
         if not is_stopped and time.monotonic() > began + 4:
             is_stopped = True
-            for process in second:
-                process.suspend()
+            signal_all(second, signal.SIGSTOP)
         if is_stopped and time.monotonic() > began + 9:
-            for process in second:
-                process.resume()
+            signal_all(second, signal.SIGCONT)
         time.sleep(0.3)
-        for process in first:
-            process.resume()
+        signal_all(first, signal.SIGCONT)
         time.sleep(0.3)
     named = {host: seconds for _, host, seconds in stalls}
     assert 8 < named["node-1"] < 25 and 4 < named["node-2"] < 8, log.read_text()

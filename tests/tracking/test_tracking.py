@@ -105,7 +105,8 @@ def test_trackers_have_every_step_of_a_killed_and_resumed_run(
     for attempt in (steps[:saved], steps[saved:]):
         took = [step["step_seconds"] for step in attempt]
         useful += min(took[0], took[1]) + sum(took[1:])
-    assert second["started"] > steps[saved - 1]["time"] > first["started"]
+    # the kernel says to a second when a process began
+    assert second["started"] > steps[saved - 1]["time"] - 1 > first["started"] - 1
     live = [row["train/goodput"] for row in rows if "train/goodput" in row][-1]
     assert live == pytest.approx(useful / (steps[-1]["time"] - first["started"]), 1e-9)
     assert live == pytest.approx(measure_goodput(folder).share, 1e-9)
