@@ -328,7 +328,7 @@ def resume(bench: Bench) -> dict[str, Figures]:
 
 def tests(bench: Bench) -> dict[str, Figures]:
     """Run pytest -m gpu: the varlen kernel, NCCL, and loss and gradients against fp32 on a CPU."""
-    options = "-q -n 0 -m gpu -rP --show-capture stdout"
+    options = "-q -n 0 -m gpu -rfP --show-capture stdout"
     lines = bench.command("-m", "pytest", *options.split(), "tests").splitlines()
     errors = [line for line in lines if line.startswith("{")] or ["{}"]
     return {"": {"note": lines[-1]}, **json.loads(errors[0])}
