@@ -45,10 +45,11 @@ def test_other_world_sizes_stages_and_offload_continue_the_curve(
     forks, tiny_config, tmp_path, chat_rows, precision
 ):
     """The run takes one step with each layout, and the rest with the last. It has two parameter
-    groups, with and without weight decay. No parameter's size is divisible by 3 ranks. Rows and
-    messages have weights.
+    groups, with and without weight decay. No parameter's size is divisible by 3 ranks. In fp32
+    rows and messages have weights.
     """
-    rows = write_rows(tmp_path / "weighted.jsonl", weighted(chat_rows))
+    chats = weighted(chat_rows) if precision == "fp32" else chat_rows
+    rows = write_rows(tmp_path / "rows.jsonl", chats)
     config = tiny_config(train__precision=precision, train__steps=7, data__train_sources=[rows])
     forks.finish(config, "--output_dir", tmp_path / "whole", ranks=2)
     run_folder = tmp_path / "run"
@@ -58,7 +59,7 @@ def test_other_world_sizes_stages_and_offload_continue_the_curve(
             (run_folder / "stop").touch()  # seen after the first step
         finished = forks.finish(config, "--ds_config", strategy(tmp_path, name), ranks=ranks)
         assert ("resuming from" in finished.output) == (step > 1)
-    tolerance = 1e-5 if precision == "fp32" else 3e-3
+    tolerance = 1e-5 if precision == "fp32" else 1e-3
     expected = curve(tmp_path / "whole")
     assert len(expected) == 7
     np.testing.assert_allclose(curve(run_folder), expected, rtol=tolerance)

@@ -72,7 +72,7 @@ SPIKE = 50
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_spike_is_skipped_and_named(forks, tiny_config, tmp_path, layout):
-    """Weights and optimizer state stay; one that resumes on one rank skips the same step."""
+    """Weights and optimizer state stay; a resumed run skips the same step, also on one rank."""
     name, precision = LAYOUTS[layout]
     rows = [chat("Say it.", "So it is said.")] * 50
     rows[SPIKE - 1] = chat("Say it.", "QXZ ?! #@ 9471")
@@ -92,11 +92,14 @@ def test_a_spike_is_skipped_and_named(forks, tiny_config, tmp_path, layout):
     for rank in (0, 1):
         changed = json.loads((run / f"changed_{rank}.json").read_text())
         assert changed == [k for k in range(1, 26) if k != spike]
-    flags = ["--checkpoint.resume", checkpoints(run)[0], "--output_dir", again]
-    forks.finish(config, *flags, ranks=1)
+    flags = ["--checkpoint.resume", checkpoints(run)[0], "--output_dir"]
+    forks.finish(config, *flags, again, ranks=2)
     expected = curve(run, "update_skipped")[21:]
+    assert curve(again, "update_skipped") == expected
+    forks.finish(config, *flags, tmp_path / "alone", ranks=1)
+    found = curve(tmp_path / "alone", "update_skipped")
     tolerance = 1e-5 if precision == "fp32" else 1e-2
-    np.testing.assert_allclose(curve(again, "update_skipped"), expected, rtol=tolerance)
+    np.testing.assert_allclose(found, expected, rtol=tolerance)
 
 
 def examples_of(plan, step):

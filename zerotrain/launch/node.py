@@ -54,7 +54,7 @@ WATCHED_SECONDS = 30.0
 STALL_SECONDS = 0.2  # A busy host delays a process that wakes up by less.
 STALLED_SHARE = 0.05  # Stalls of a larger share of the time are reported.
 GRACE_SECONDS = 15.0  # W&B takes up to 10 s to finish
-# Ranks wait in a collective for those of a lost host, and do not react to SIGTERM.
+# Ranks that wait in a collective for a lost host do not react to SIGTERM.
 LOST_GRACE_SECONDS = 5.0
 LOST = "lost"
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
