@@ -89,7 +89,9 @@ class Hosts:
             "PidFile": "none", "StrictModes": "no", "UsePAM": "no", "PermitRootLogin": "yes",
             "MaxStartups": "100",
         }  # fmt: skip
-        variables = {"TORCHDYNAMO_DISABLE": 1, **(environment or {})}
+        home = self.folder / "home"  # empty: a .bashrc may take half a second of each connection
+        home.mkdir(exist_ok=True)
+        variables = {"TORCHDYNAMO_DISABLE": 1, "HOME": home, **(environment or {})}
         options["SetEnv"] = " ".join(f"{k}={v}" for k, v in variables.items())
         flags = " ".join(f"-o '{k}={v}'" for k, v in options.items())
         script.append(f"exec /usr/sbin/sshd -D -f /dev/null -h {self.folder}/host {flags}")
