@@ -15,11 +15,11 @@ from pathlib import Path
 # One percent above the sizes of today. CONTRIBUTING.md has the aims.
 LIMITS = {
     "train.py and its imports": 44_600,
-    "the program for rows": 13_000,
-    "all but tests": 112_100,
-    "tests": 106_100,
-    "smallest copy, all but tests": 66_700,
-    "smallest copy, tests": 25_200,
+    "the program for rows": 13_050,
+    "all but tests": 112_200,
+    "tests": 106_300,
+    "smallest copy, all but tests": 66_800,
+    "smallest copy, tests": 25_350,
     "settings": 65,
 }
 ROWS = ("zerotrain/rows/", "scripts/tokenize/")

@@ -21,9 +21,11 @@ import pytest
 import yaml
 from harness.cures import refused
 from harness.inputs import write_rows
+from harness.processes import run
 from harness.repository import REPO
 from transformers import ByT5Tokenizer
 
+from zerotrain.config.parse import dump_config
 from zerotrain.config.schema import Config, DataConfig, ModelConfig, Source, TrainConfig
 from zerotrain.data.cache import hold_out, open_cache
 from zerotrain.data.caches import make_missing_caches, open_caches
@@ -544,6 +546,21 @@ def test_a_tokenizer_without_offsets_is_refused(build, sample_tokenizer):
 
 # --------------------------------------------------------------------------------------------------
 # Killed and concurrent processes
+
+
+def test_a_lost_process_of_the_pool_is_one_line(tmp_path, sample_tokenizer, monkeypatch):
+    monkeypatch.setattr("zerotrain.rows.tokenize.MIN_POOL_BATCHES", 2)
+    rows = [{"text": f"row {i} " * 100} for i in range(3_000)]  # a pipe holds less than a batch
+    config = config_of(data_config(tmp_path, rows, max_length=2048), sample_tokenizer)
+
+    def kill_one(*_):
+        for process in multiprocessing.active_children()[:1]:
+            process.kill()
+
+    line = refused("was killed", partial(make_caches, show=kill_one), config)
+    (tmp_path / "FILE").write_text(dump_config(config))
+    command = re.search("with: (.*)", line)[1].replace("python", sys.executable)
+    run(command.replace("FILE", f"{tmp_path}/FILE").split(), code=0)
 
 
 def test_a_killed_process_leaves_no_incomplete_cache(tmp_path, sample_tokenizer, monkeypatch):

@@ -152,12 +152,14 @@ def test_resumed_bit_for_bit(forks, tiny_config, tmp_path, tiny_model_with_dropo
 
 
 def ranks_in(processes):
-    """Return the processes to which a launcher has given a rank."""
+    """Return the processes to which a launcher has given a rank, the oldest first."""
     ranks = []
     for process in processes:
         with suppress(psutil.Error):
-            ranks += [process] if "RANK" in process.environ() else []
-    return ranks
+            if "RANK" in process.environ():
+                ranks.append((process.create_time(), process.pid, process))
+    # not by their numbers alone, which begin again at 32,768
+    return [process for *_, process in sorted(ranks)]
 
 
 @pytest.mark.launch
@@ -197,15 +199,16 @@ def test_ranks_whose_launcher_is_ended_save_and_end(
 
 
 @pytest.mark.launch
-def test_a_rank_that_is_stopped_while_rows_are_tokenized_leaves_no_process(
-    left_running, tiny_config, tmp_path
+@pytest.mark.parametrize("stopped", [0, 1])  # the rank, and the program that it has started
+def test_what_is_stopped_while_rows_are_tokenized_leaves_no_process(
+    left_running, tiny_config, tmp_path, stopped
 ):
     rows = write_rows(tmp_path / "many.jsonl", [{"text": f"row {i} " * 200} for i in range(30_000)])
     config = tiny_config(data__train_sources=[rows], data__on_too_long="split")
     started = start(config, ranks=1, launcher="torchrun")
     # the launcher, the rank, the program and its pool
     wait_until(lambda: len(left_running()) > 3, started, interval=0.1)
-    ranks_in(left_running())[0].terminate()
+    ranks_in(left_running())[stopped].terminate()
     assert started.wait(120) != 0
     assert not left_running()
 

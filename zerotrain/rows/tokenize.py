@@ -7,10 +7,13 @@ neither a killed process nor a failed node leaves an incomplete cache.
 import json
 import os
 import shutil
+import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -46,7 +49,7 @@ from zerotrain.rows.sources import (
     require_distinct,
 )
 from zerotrain.runtime.ahead import map_ahead
-from zerotrain.runtime.errors import UserError, describe, disk_error
+from zerotrain.runtime.errors import EnvironmentFailure, UserError, describe, disk_error
 from zerotrain.runtime.files import replace_text, sync_folder, sync_tree, temporary_name
 from zerotrain.runtime.progress import LINE_SECONDS, print_line
 
@@ -314,11 +317,27 @@ def _tokenize_in_pool(batch: RowBatch) -> TokenizedBatch:
     return _tokenize(batch)
 
 
+def _end_with(parent: int) -> None:
+    """End this process of a pool when its parent has ended: it would wait for batches for ever, and
+    hold the pipe that a rank reads.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def _tokenized(
     batches: Iterator[RowBatch], tokenize: Callable[[RowBatch], TokenizedBatch]
 ) -> Iterator[TokenizedBatch]:
     """Yield the tokenized batches in order: from one process per core if there are enough batches,
     otherwise from this one.
+
+    Raises:
+        EnvironmentFailure: a process of the pool was killed.
     """
     global _tokenize
     _tokenize = tokenize
@@ -327,8 +346,20 @@ def _tokenized(
         yield from map(tokenize, read)
         return
     workers = len(os.sched_getaffinity(0))  # A container or a job may have fewer than the node.
-    with ProcessPoolExecutor(workers, get_context("fork")) as pool:
-        yield from map_ahead(pool, _tokenize_in_pool, chain(read, batches), 2 * workers)
+    own = os.getpid()
+    with ProcessPoolExecutor(workers, get_context("fork"), _end_with, [own]) as pool:
+        try:
+            yield from map_ahead(pool, _tokenize_in_pool, chain(read, batches), 2 * workers)
+        except BrokenProcessPool as error:
+            raise EnvironmentFailure(
+                f"one of {workers} processes that tokenize rows was killed, as the kernel does if "
+                "memory runs out; to start fewer, tokenize first, with: taskset -c 0 "
+                "python -m scripts.tokenize --config FILE"
+            ) from error
+        finally:
+            if sys.version_info < (3, 11, 5):
+                # Without a worker left, the thread that sends batches would never end (gh-94777).
+                pool._call_queue._reader.close()
 
 
 # --------------------------------------------------------------------------------------------------
