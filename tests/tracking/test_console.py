@@ -10,6 +10,7 @@ import pytest
 from zerotrain.runtime.errors import AgreedError, EnvironmentFailure, UserError, exit_on_error
 from zerotrain.tracking import console
 from zerotrain.tracking.console import ConsoleSink
+from zerotrain.tracking.metrics import Metrics
 
 TRAIN = {"epoch": 0.5, "loss": 2.0, "lr": 1e-3, "grad_norm": 0.5, "tokens_per_s": 12345.6}
 PATH = "/a/path" * 30
@@ -28,7 +29,7 @@ def test_the_bar_is_drawn_below_what_is_printed(capsys, monkeypatch):
             print(f"printed {step} {PATH}")
             sink.log("event", {"step": step, "name": "x", "text": f"event {step}"})
             loss = 2.0 - step / 400
-            sink.log("eval", {"step": step, "eval_loss": loss, "loss/held_out": loss})
+            Metrics([sink]).log("eval", {"step": step, "eval_loss": loss, "loss/held_out": loss})
     sink.close(0)
     written = capsys.readouterr().out
     text = re.sub(r"\x1b\[\??[\d;]*[A-Za-z]", "", written)

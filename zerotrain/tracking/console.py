@@ -71,7 +71,8 @@ class ConsoleSink:
             self._print(step, f"saved in {values['save_seconds']:.1f} s")
         elif kind == "eval":
             # eval_loss repeats the loss of the first held-out set.
-            facts = (f"{k} {v:.4f}" for k, v in values.items() if k not in ("step", "eval_loss"))
+            skipped = ("step", "time", "eval_loss")
+            facts = (f"{k} {v:.4f}" for k, v in values.items() if k not in skipped)
             self._print(step, "  ".join(facts))
 
     def _show(self, step: int, facts: str) -> None:
