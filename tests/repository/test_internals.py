@@ -83,6 +83,9 @@ INTERNALS = {
     "zerotrain/rows/sources.py": """
         datasets.arrow_dataset: _fingerprint
     """,
+    "zerotrain/rows/tokenize.py": """
+        concurrent.futures.process: _call_queue _reader
+    """,
     "zerotrain/rows/turns.py": """
         transformers.utils.chat_template_utils: render_jinja_template
     """,
