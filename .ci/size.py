@@ -15,7 +15,7 @@ from pathlib import Path
 # One percent above the sizes of today. CONTRIBUTING.md has the aims.
 LIMITS = {
     "train.py and its imports": 44_600,
-    "the program for rows": 13_050,
+    "the program for rows": 13_000,
     "all but tests": 112_200,
     "tests": 106_300,
     "smallest copy, all but tests": 66_800,

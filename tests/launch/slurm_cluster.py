@@ -5,12 +5,11 @@ slurm-wlm and munge. A SLURM or munge of the machine itself is not touched.
 """
 
 import os
-import signal
 import subprocess
 
 from harness.processes import lacking, wait_until
 
-from zerotrain.launch.node import LIBC, PR_SET_PDEATHSIG
+from zerotrain.runtime.children import end_with_parent
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "unshare")
 NAMESPACES = ["unshare", "--mount", "--pid", "--uts", "--fork", "--kill-child", "--mount-proc"]
@@ -90,7 +89,7 @@ class Cluster:
                 [*NAMESPACES, "bash", "-euc", START.format(folder=self.folder)],
                 env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=True,
-                preexec_fn=lambda: LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
+                preexec_fn=end_with_parent,
             )  # fmt: skip
         command = ("sinfo", "--noheader", "--format=%D %T")
         log = self.folder / "slurmctld.log"

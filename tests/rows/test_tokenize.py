@@ -563,17 +563,14 @@ def test_a_lost_process_of_the_pool_is_one_line(tmp_path, sample_tokenizer, monk
     run(command.replace("FILE", f"{tmp_path}/FILE").split(), code=0)
 
 
-def test_a_killed_process_leaves_no_incomplete_cache(tmp_path, sample_tokenizer, monkeypatch):
+def test_a_killed_process_leaves_no_incomplete_cache(tmp_path, sample_tokenizer):
     """Two that start at the same time then share one cache."""
     rows = [{"text": f"row {i} " * 40} for i in range(4_000)]
-    config, cache = data_config(tmp_path, rows, max_length=2048), tmp_path / "cache"
-    # as many batches as make a pool are needed: without one, a killed process leaves no other
-    monkeypatch.setattr("zerotrain.rows.tokenize.MIN_POOL_BATCHES", 10**6)
+    config = config_of(data_config(tmp_path, rows, max_length=2048), sample_tokenizer)
+    cache = tmp_path / "cache"
 
     def start():
-        process = multiprocessing.get_context("fork").Process(
-            target=tokenize, args=(config, sample_tokenizer)
-        )
+        process = multiprocessing.get_context("fork").Process(target=make_caches, args=[config])
         process.start()
         return process
 

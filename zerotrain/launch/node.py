@@ -19,7 +19,6 @@ run.
 
 import argparse
 import atexit
-import ctypes
 import json
 import os
 import queue
@@ -38,6 +37,7 @@ from pathlib import Path
 import psutil
 
 from zerotrain.launch.hostfile import between, machine_id
+from zerotrain.runtime.children import LIBC, end_with_parent
 from zerotrain.runtime.errors import (
     EXIT_PREEMPTED,
     EnvironmentFailure,
@@ -58,9 +58,7 @@ GRACE_SECONDS = 15.0  # W&B takes up to 10 s to finish
 LOST_GRACE_SECONDS = 5.0
 LOST = "lost"
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
-PR_SET_CHILD_SUBREAPER = 36
-LIBC = ctypes.CDLL(None)
+PR_SET_CHILD_SUBREAPER = 36  # <sys/prctl.h>
 
 
 def start_rank(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen:
@@ -72,7 +70,7 @@ def start_rank(command: Sequence[str], environment: Mapping[str, str]) -> subpro
         env=environment,
         stdin=subprocess.DEVNULL,
         start_new_session=True,
-        preexec_fn=lambda: LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
+        preexec_fn=end_with_parent,
     )
 
 

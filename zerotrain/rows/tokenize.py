@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -49,6 +48,7 @@ from zerotrain.rows.sources import (
     require_distinct,
 )
 from zerotrain.runtime.ahead import map_ahead
+from zerotrain.runtime.children import end_with_parent
 from zerotrain.runtime.errors import EnvironmentFailure, UserError, describe, disk_error
 from zerotrain.runtime.files import replace_text, sync_folder, sync_tree, temporary_name
 from zerotrain.runtime.progress import LINE_SECONDS, print_line
@@ -317,19 +317,6 @@ def _tokenize_in_pool(batch: RowBatch) -> TokenizedBatch:
     return _tokenize(batch)
 
 
-def _end_with(parent: int) -> None:
-    """End this process of a pool when its parent has ended: it would wait for batches for ever, and
-    hold the pipe that a rank reads.
-    """
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
 def _tokenized(
     batches: Iterator[RowBatch], tokenize: Callable[[RowBatch], TokenizedBatch]
 ) -> Iterator[TokenizedBatch]:
@@ -346,8 +333,8 @@ def _tokenized(
         yield from map(tokenize, read)
         return
     workers = len(os.sched_getaffinity(0))  # A container or a job may have fewer than the node.
-    own = os.getpid()
-    with ProcessPoolExecutor(workers, get_context("fork"), _end_with, [own]) as pool:
+    # A process that stays would hold the pipe from which a rank reads this program's messages.
+    with ProcessPoolExecutor(workers, get_context("fork"), end_with_parent) as pool:
         try:
             yield from map_ahead(pool, _tokenize_in_pool, chain(read, batches), 2 * workers)
         except BrokenProcessPool as error:
