@@ -436,6 +436,42 @@ def test_named_templates(name):
         tokenizer = tokenizer_with(WORDS, None, [], "</s>")
 
 
+@pytest.mark.parametrize("name", NAMED)
+def test_named_templates_begin_rows_as_the_tokenizer_begins_texts(name):
+    tokenizer = tokenizer_with(WORDS, None, ["<s>", "</s>"], "</s>")
+    bos = ("<s>", tokenizer.convert_tokens_to_ids("<s>"))
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[bos]
+    )
+    set_chat_template(tokenizer, ModelConfig("", chat_template=name))
+    row, source = {"messages": CHAT[:2]}, Source("rows", format="messages")
+    ids, weights, *_ = tokenize_row(row, tokenizer, source, CONFIG)
+    assert [i for i, token in enumerate(ids) if token == bos[1]] == [0] and not weights[0]
+
+
+def test_a_template_in_json_is_read_as_json(tmp_path):
+    """As processors save it, and tokenizers their config."""
+    chatml = FAMILIES["chatml"][0]
+
+    def read(name, text):
+        (tmp_path / name).write_text(text)
+        tokenizer = tokenizer_with(WORDS, None, ["<|im_end|>"], "<|im_end|>")
+        set_chat_template(tokenizer, ModelConfig("", chat_template=str(tmp_path / name)))
+        assert tokenizer.chat_template == chatml
+        assert_supervised(tokenizer, CHAT, ["2<|im_end|>", "4<|im_end|>"])
+
+    given = json.dumps({"chat_template": chatml, "bos_token": None}, indent=1)
+    for name in ("chat_template.json", "template"):
+        read(name, given)
+    read_as = partial(read, "chat_template.json")
+    refused("is not JSON", read_as, chatml, given)
+    named = [{"name": "default", "template": chatml}]
+    for other in (named, {"chat_template": named}, {"template": chatml}, chatml):
+        line = "write the template itself into a file"
+        refused(line, partial(read, "template"), json.dumps(other), chatml)
+
+
 def test_an_unknown_name_of_a_template_lists_the_known_ones():
     tokenizer = tokenizer_with(WORDS, None, ["</s>"], "</s>")
     read = partial(supervised_turns, tokenizer)

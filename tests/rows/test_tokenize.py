@@ -539,6 +539,23 @@ def test_a_template_that_is_not_valid_jinja_is_no_fault_of_the_rows(build, sampl
         assert "rows.jsonl" not in line
 
 
+def test_a_template_that_is_not_a_text_of_utf_8_is_one_line(tmp_path, sample_tokenizer):
+    """Also where the trainer looks for the caches."""
+    config = config_of(data_config(tmp_path, [{"messages": TURNS}]), sample_tokenizer)
+    file = tmp_path / "template.jinja"
+    config = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, chat_template=str(file))
+    )
+    for work in (
+        lambda _: make_caches(config),
+        lambda _: make_missing_caches(config, sample_tokenizer),
+    ):
+        file.write_bytes(f"{{# \xe9 #}}{GPT_OSS}".encode("latin-1"))
+        refused(f"model.chat_template: cannot read {file}", work, None)
+        file.write_text(f"{{# \xe9 #}}{GPT_OSS}")
+        work(None)
+
+
 def test_a_tokenizer_without_offsets_is_refused(build, sample_tokenizer):
     named = "has no tokenizer.json ... set model.tokenizer"
     refused(named, partial(build, [SHORT]), ByT5Tokenizer(), sample_tokenizer)

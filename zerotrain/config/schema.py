@@ -99,8 +99,8 @@ class ModelConfig(Section):
     tokenizer: str | None = None
     """Hub id (also ID@REVISION) or folder of the tokenizer; default: model.name_or_path."""
     chat_template: str | None = None
-    """Jinja file that replaces the tokenizer's chat template, or the name of one in
-    data/chat_templates, such as chatml or llama3.
+    """Jinja file (or JSON with the key chat_template) that replaces the tokenizer's chat template,
+    or the name of one in data/chat_templates, such as chatml or llama3.
     """
     chat_template_kwargs: dict[SetName, bool | str] = field(default_factory=dict)
     """Values for variables of the chat template, such as {enable_thinking: false}. They are written

@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 from zerotrain.data.epoch_order import permute
 from zerotrain.runtime.errors import UserError, describe
 
-CACHE_VERSION = 18
+CACHE_VERSION = 19
 """Increase it when the same rows give another cache than before, or when the format changes."""
 SCHEMA = pa.schema(
     {

@@ -19,7 +19,7 @@ from zerotrain.config.parse import dump_config
 from zerotrain.config.schema import COMMIT, Config, Source, chat_template_file
 from zerotrain.data.cache import CACHE_VERSION, TokenizedRows, open_cache
 from zerotrain.runtime.errors import EnvironmentFailure, UserError
-from zerotrain.runtime.files import files_of
+from zerotrain.runtime.files import files_of, read_text
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ERROR_LINE = re.compile(r"(?:\[rank .*?\] )?error: (.*)")  # exit_on_error prints it.
@@ -69,7 +69,7 @@ def link_of(sources: list[Source], tokenizer: str, config: Config) -> Path:
             given,
             {key: value for key, value in asdict(data).items() if key not in NOT_OF_TOKENS}
             | config.model.chat_template_kwargs,
-            template.read_text() if template.is_file() else None,
+            read_text(str(template), "model.chat_template: ") if template.is_file() else None,
             tokenizer,
         ]
     )

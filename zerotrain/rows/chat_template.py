@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from zerotrain.config.schema import CHAT_TEMPLATES, ModelConfig, chat_template_file
 from zerotrain.rows.sources import BadRow
 from zerotrain.rows.turns import locate
-from zerotrain.runtime.errors import UserError, similar
+from zerotrain.runtime.errors import UserError, describe, similar
 from zerotrain.runtime.files import read_text
 from zerotrain.runtime.progress import print_line
 
@@ -58,7 +58,28 @@ def _read_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
         )
     template = read_text(str(file), "model.chat_template: ")
     named = file.parent == CHAT_TEMPLATES
-    return fit_template(template, tokenizer) if named else template
+    return fit_template(template, tokenizer) if named else _from_json(template, name)
+
+
+def _from_json(text: str, name: str) -> str:
+    """Return the template in a JSON file, such as a processor's chat_template.json; any other text
+    unchanged.
+    """
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        if name.endswith(".json"):
+            raise UserError(
+                f"model.chat_template: {name} is not JSON: {describe(error)}"
+            ) from error
+        return text
+    template = given.get("chat_template") if isinstance(given, dict) else None
+    if not isinstance(template, str):
+        raise UserError(
+            f"model.chat_template: {name} is JSON, but not an object whose chat_template is a "
+            "string; write the template itself into a file"
+        )
+    return template
 
 
 def end_answers(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -82,9 +103,13 @@ def end_answers(tokenizer: PreTrainedTokenizerBase) -> None:
 
 def fit_template(template: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """Adapt a template in data/chat_templates to a tokenizer. If the tokenizer lacks the template's
-    end-of-turn token, use eos instead, because only a token can stop generation.
+    end-of-turn token, use eos instead, because only a token can stop generation. If the tokenizer
+    puts bos before every text, so does the template, because the model knows no text without it.
     """
     found = re.match(r"\{%- set end_mark = '([^']+)' -%\}", template)
-    if not found or found[1] in tokenizer.get_vocab():
-        return template
-    return template.replace(f"'{found[1]}'", "eos_token", 1)
+    if found and found[1] not in tokenizer.get_vocab():
+        template = template.replace(f"'{found[1]}'", "eos_token", 1)
+    begins_with_bos = tokenizer.backend_tokenizer.encode("a").ids[:1] == [tokenizer.bos_token_id]
+    if begins_with_bos and "bos_token" not in template:
+        return "{{- bos_token -}}\n" + template
+    return template
