@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import yaml
 from harness.cures import refused
+from harness.tokenizers import KINDS, small_tokenizer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -531,6 +532,50 @@ def test_rows_without_a_template(tmp_path):
         single="<s> <s> $A", special_tokens=[("<s>", tokenizer.convert_tokens_to_ids("<s>"))]
     )
     assert supervised({"text": "2"}, "text")[0] == "<s>2</s>"  # all but the first
+
+
+BORDERS = [
+    ("foo(", "bar)"),
+    ("foo(", "self)"),
+    ("Answer:", "yes"),
+    ("Answer:", " yes"),
+    ("Answer: ", "yes"),
+    ("Answer:\n", "\n  yes"),
+    ("a", "é "),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_completion_follows_the_tokens_of_its_prompt(kind):
+    """The prompt has the tokens that a server sends, and both together are the text of the row: no
+    space comes between them.
+    """
+    tokenizer = small_tokenizer(kind)
+    source = Source("rows", format="prompt_completion")
+    found = []
+    for prompt, completion in BORDERS:
+        row = {"prompt": prompt, "completion": completion}
+        ids, weights, *_ = tokenize_row(row, tokenizer, source, CONFIG)
+        sent = tokenizer(prompt)["input_ids"]
+        assert (weights > 0).tolist() == [False] * len(sent) + [True] * (len(ids) - len(sent))
+        assert ids[: len(sent)].tolist() == sent and ids[-1] == tokenizer.eos_token_id
+        text = tokenizer.decode(ids[1:-1], clean_up_tokenization_spaces=False)
+        assert text.removeprefix(" " * (kind == "RoBERTa")) == prompt + completion
+        found.append(ids.tolist())
+    assert found[2] != found[3]
+
+
+def test_a_completion_that_the_tokenizer_always_joins_is_refused():
+    tokenizer = small_tokenizer("without words", merges=["(s", "as", "Ċs"])
+    tokenizer.chat_template = FAMILIES["chatml"][0]
+
+    def read(as_chat):
+        row = {"prompt": "foo(", "completion": "self"}
+        config = dataclasses.replace(CONFIG, as_chat=as_chat)
+        return tokenize_row(row, tokenizer, Source("rows", format="prompt_completion"), config)
+
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>", "assistant\n"], special_tokens=True)
+    refused("('foo(' and 'self'); ... data.as_chat: true", read, False, True)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from harness.cures import refused
 from harness.inputs import read_config, write_rows
+from harness.tokenizers import small_tokenizer
 
 import zerotrain.data.cache
 import zerotrain.data.loader
 import zerotrain.rows.readers
+import zerotrain.rows.render
 from zerotrain.rows.tokenize import make_caches
 
 
@@ -99,6 +101,28 @@ def test_rows_of_tokens_are_compared_token_by_token(prove, tiny_config, tmp_path
         monkeypatch.setattr(zerotrain.data.cache.TokenizedRows, "fetch", spoiled)
         code, out = prove("data", config)
         assert code == 1 and "tokens.jsonl:1: its " in out
+
+
+def test_a_space_between_prompt_and_completion_is_not_proved(
+    prove, tiny_config, tmp_path, monkeypatch
+):
+    tokenizer = tmp_path / "tokenizer"
+    small_tokenizer("Llama 2, Phi-3").save_pretrained(tokenizer)
+    rows = [{"prompt": "foo(", "completion": f"self{i})"} for i in range(12)]
+    config = tiny_config(
+        data__train_sources=[write_rows(tmp_path / "code.jsonl", rows)],
+        data__eval_sources=None,
+        model__tokenizer=tokenizer,
+    )
+    code, out = prove("data", config)
+    assert code == 0 and "12 compared" in out, out
+
+    def encoded_apart(prompt, ids, completion, encode):
+        return encode(completion)[1:]  # without bos
+
+    monkeypatch.setattr(zerotrain.rows.render, "_continuation", encoded_apart)
+    code, out = prove("data", config, "--data.cache_dir", tmp_path / "other")
+    assert code == 1 and "code.jsonl:1: " in out
 
 
 def test_nulls_that_a_table_adds_are_not_trained_as_arguments(

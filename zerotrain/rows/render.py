@@ -1,6 +1,7 @@
 """Tokenize parsed rows into token ids and weights of at most data.max_length tokens."""
 
 import json
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -69,21 +70,50 @@ def _plain(row: JsonObject, tokenizer: PreTrainedTokenizerBase, supervise: str) 
             f"tokenizer {tokenizer.name_or_path} has no eos token, so the model would not learn "
             "where an answer ends; set eos_token in its tokenizer_config.json"
         )
-    encode = tokenizer.backend_tokenizer.encode
-    # Encode prompt and completion apart: at inference the prompt is alone, so no token may span the
-    # boundary. Tokens that the tokenizer adds, such as bos, belong only to the first of the two.
-    prompt = row["prompt"]
-    ids = encode(prompt or row["completion"]).ids
-    if ids[-1:] == [eos]:  # some tokenizers add eos to every text
-        ids.pop()
-    prompt_tokens = 0
-    if prompt:
+
+    def encode(text: str) -> list[int]:
+        ids = tokenizer.backend_tokenizer.encode(text).ids
+        return ids[:-1] if ids[-1:] == [eos] else ids  # some tokenizers add eos to every text
+
+    prompt, completion = row["prompt"], row["completion"]
+    if not prompt:
+        ids, prompt_tokens = encode(completion), 0
+    else:
+        ids = encode(prompt)
         prompt_tokens = len(ids)
-        ids += encode(row["completion"], add_special_tokens=False).ids
+        ids += _continuation(prompt, ids, completion, encode)
     mask = np.ones(len(ids) + 1, bool)
     if supervise != "all":
         mask[:prompt_tokens] = False
     return TokenizedRow(np.array([*ids, eos], np.int32), mask)
+
+
+def _continuation(
+    prompt: str, prompt_ids: list[int], completion: str, encode: Callable[[str], list[int]]
+) -> list[int]:
+    """Return the tokens of a completion as they follow the prompt.
+
+    Encoded alone, the completion would begin with a space: many tokenizers put one before every
+    text. So both are encoded as one text. But at inference the prompt is alone. If its last token
+    would join the completion's first, as in "foo(" + "self", a line break or a letter takes the
+    prompt's place.
+
+    Args:
+        encode: returns the tokens of a text, with those that the tokenizer puts before every text.
+
+    Raises:
+        BadRow: the completion's first token joins all of them.
+    """
+    for before, ids in ((prompt, prompt_ids), ("\n", encode("\n")), ("a", encode("a"))):
+        whole = encode(before + completion)
+        if whole[: len(ids)] == ids:
+            return whole[len(ids) :]
+    raise BadRow(
+        "joined by the tokenizer",
+        "the tokenizer joins the end of the prompt and the beginning of the completion "
+        f"({prompt[-10:]!a} and {completion[:10]!a}); data.as_chat: true writes a header between "
+        "them",
+    )
 
 
 def _chat(row: JsonObject, tokenizer: PreTrainedTokenizerBase, supervise: str) -> TokenizedRow:

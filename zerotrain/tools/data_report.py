@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 
 import numpy as np
@@ -36,9 +37,14 @@ def segments(
     def kind_of(token: tuple[int, int]) -> tuple[str, str, str]:
         return (SPECIAL if token[0] in special else ANSWER) if token[1] else PLAIN
 
+    decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+    start = 0
     for kind, group in groupby(zip(ids, mask, strict=True), kind_of):
-        part = [token for token, _ in group]
-        yield kind, tokenizer.decode(part, clean_up_tokenization_spaces=False)
+        end = start + len([*group])
+        # Decoded alone, a part would lose the space at its beginning.
+        before = ids[max(0, start - 1) : start]
+        yield kind, decode([*before, *ids[start:end]]).removeprefix(decode(before))
+        start = end
 
 
 def print_counts(name: str, data: TokenizedRows) -> None:

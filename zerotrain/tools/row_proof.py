@@ -186,6 +186,11 @@ def prove_rows(
             {"role": "user", "content": row["prompt"]},
             {"role": "assistant", "content": row["completion"]},
         ]
+        if "messages" not in row:
+            whole = tokenizer.encode(row["prompt"] + row["completion"])
+            eos = tokenizer.eos_token_id
+            if decode(ids) != decode([*whole[: len(whole) - (whole[-1] == eos)], eos]):
+                problems.append(f"{place}: the example is not its prompt, its completion and eos")
         answers = supervised_answers(messages, config.data.supervise)
         texts = [*map(decode, np.split(ids, edges))]
         wrong = check_contents(messages, answers, texts, config.data.supervise, decoded)
