@@ -8,16 +8,18 @@ it looks for new ones as long as the process PID runs, and once more after that.
 ignores signals to stop: a scheduler sends them to all processes of a job, whose ranks then save. A
 failure never ends the run. It is one line, and the next try comes after 4 s, 8 s ... 5 minutes. A
 try reads the credentials anew, where the storage's own tools find them. Any flag of train.py may
-follow.
+follow. Without --to, the variable BACKUP_URL is used, which other users of a host cannot read.
 
-    RUN/step_00001000.ID/           one folder for each save
+    RUN/step_00001000.ID/           one folder for each save; ID has 32 hexadecimal digits
       shards/ ...                   the checkpoint's files, each from one node
       metrics.jsonl, resolved_...   from the run folder
       COMPLETE                      last, when the files of all nodes are there
 
 The variables RANK, WORLD_SIZE and LOCAL_WORLD_SIZE tell which share of the files a node uploads; it
 has the shards of the node's own ranks. Without them, the node is the only one. A checkpoint that
-the run removes meanwhile is removed from the bucket once all others are complete there.
+the run removes meanwhile is removed from the bucket once all others are complete there. Nothing
+else is removed: the ids of checkpoints may be a stranger's, so they have to look like that of a
+save of the same step.
 
 --fetch takes the newest complete save, unless output_dir has it or a newer one. A node takes its
 own ranks' shards, or all shards if the number of ranks has changed. The checkpoint appears in
@@ -26,21 +28,32 @@ output_dir after its sizes and checksums were compared.
 
 import argparse
 import os
+import re
 import signal
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 from fsspec.core import url_to_fs
 from fsspec.implementations.dirfs import DirFileSystem
 
-from zerotrain.checkpoint.manifest import FileEntry, find_problems, inspect, read_manifest
+from zerotrain.checkpoint.manifest import (
+    MAX_JSON_BYTES,
+    FileEntry,
+    find_problems,
+    inspect,
+    read_manifest,
+    stat_inside,
+)
 from zerotrain.checkpoint.run_folder import (
     COMPLETE,
     MANIFEST,
     METRICS,
     RESOLVED_CONFIG,
     RESOLVED_DS_CONFIG,
+    SAVE,
     checkpoints_folder,
     is_shard,
     list_complete,
@@ -52,6 +65,7 @@ from zerotrain.runtime.errors import (
     UserError,
     describe,
     exit_on_error,
+    printable,
 )
 from zerotrain.runtime.files import sync_tree, temporary_name
 from zerotrain.runtime.rank_env import rank_variables
@@ -62,6 +76,24 @@ IGNORED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 ADVICE = "check that the bucket exists and the credentials are valid"
 BESIDE = (METRICS, RESOLVED_CONFIG, RESOLVED_DS_CONFIG)
 """Files of the run folder that a resumed run continues, or `export --verify` reads."""
+
+
+print_once = cache(print)
+
+
+def shown(text: str, url: str) -> str:
+    """Return a text about a URL, such as an error, without the URL's user name and password."""
+    parts = urlsplit(url)
+    host = parts.netloc.rpartition("@")[2]
+    text = text.replace(url, parts._replace(netloc=host).geturl())
+    return printable(text.replace(parts.password, "***") if parts.password else text)
+
+
+def save_of(checkpoint: Path) -> str:
+    """Return the name of a checkpoint's save, from its manifest; "" if no save has such a name."""
+    save_id = read_manifest(checkpoint).save_id
+    is_save = re.fullmatch(rf"\.{SAVE}\.tmp", save_id) and save_id[1:-4].startswith(checkpoint.name)
+    return save_id[1:-4] if is_save else ""
 
 
 def open_bucket(url: str) -> DirFileSystem:
@@ -90,14 +122,18 @@ def copy(url: str, run: Path, copied: set[str]) -> str:
     remove from the bucket what the run has removed.
 
     Args:
-        copied: the saves that were complete in output_dir and in the bucket. It is updated.
+        copied: the saves that this process has seen complete in output_dir, and completed in the
+            bucket. Only these are ever removed there. It is updated.
 
     Returns:
         What the bucket lacks of other nodes' shares; "" if nothing.
     """
-    found = reversed(list_complete(checkpoints_folder(run)))
-    # The id of a save is the name of its draft, .NAME.tmp.
-    local = {read_manifest(path).save_id[1:-4]: path for path in found}
+    local = {}
+    for path in reversed(list_complete(checkpoints_folder(run))):
+        if save := save_of(path):
+            local[save] = path
+        else:
+            print_once(f"WARNING: {path} is not copied: its manifest.json has the id of no save")
     if not local or local.keys() == copied:
         return ""
     bucket, problem = open_bucket(url), ""
@@ -107,17 +143,19 @@ def copy(url: str, run: Path, copied: set[str]) -> str:
         files = read_manifest(checkpoint).files
         missing = lacking(bucket, save, files)
         for name in BESIDE if missing and is_own(0) else ():
+            stat_inside(run, name)  # A link could lead to any file.
             bucket.put_file(str(run / name), f"{save}/{name}")
+        # Without a shared disk, other nodes have the files of their ranks.
+        here = files.keys() - find_problems(checkpoint, files).keys()
         for number, name in enumerate(files):
-            # Without a shared disk, other nodes have the files of their ranks.
-            if name in missing and is_own(number) and (checkpoint / name).exists():
+            if name in missing and is_own(number) and name in here:
                 bucket.put_file(str(checkpoint / name), f"{save}/{name}")
         if missing := lacking(bucket, save, files):
             problem = f"{save} lacks {missing[0]} of another node"
             continue
         for name in (MANIFEST, COMPLETE):
             bucket.put_file(str(checkpoint / name), f"{save}/{name}")
-        print(f"backup: {checkpoint} -> {url}")
+        print(shown(f"backup: {checkpoint} -> {url}", url))
         copied.add(save)
     for save in () if problem else copied - local.keys():
         if is_own(0):
@@ -145,7 +183,7 @@ def watch(url: str, run: Path, pid: int) -> None:
         times = times + 1 if problem == before else 0
         if problem and (times == 1 or not is_running):
             then = "it is tried again" if is_running else "repeat it without --pid"
-            print(f"WARNING: backup to {url}: {problem}; {ADVICE}; {then}")
+            print(shown(f"WARNING: backup to {url}: {problem}; {ADVICE}; {then}", url))
 
 
 def fetch(url: str, run: Path) -> None:
@@ -153,11 +191,11 @@ def fetch(url: str, run: Path) -> None:
     ranks has changed. Do nothing if they, or a newer checkpoint, are there.
     """
     bucket = open_bucket(url)
-    complete = bucket.glob(f"step_*/{COMPLETE}")
-    if not complete:
-        print(f"backup: {url} has no complete checkpoint")
+    complete = [Path(path).parent.name for path in bucket.glob(f"step_*/{COMPLETE}")]
+    save = max((name for name in complete if re.fullmatch(SAVE, name)), default=None)
+    if save is None:
+        print(shown(f"backup: {url} has no complete checkpoint", url))
         return
-    save = Path(max(complete)).parent.name
     target = checkpoints_folder(run) / Path(save).stem
     draft = temporary_name(target)
 
@@ -171,23 +209,32 @@ def fetch(url: str, run: Path) -> None:
         )
 
     try:
+        if bucket.size(f"{save}/{MANIFEST}") > MAX_JSON_BYTES:
+            raise OSError(f"{save}/{MANIFEST} has more than {MAX_JSON_BYTES:,} bytes")
         download(MANIFEST)
-        files = read_manifest(draft).files
+        manifest = read_manifest(draft)
+        files = manifest.files
+        if manifest.save_id != f".{save}.tmp":
+            raise OSError(f"{save}/{MANIFEST} belongs to another save")
         is_same_world = int(rank_variables()["WORLD_SIZE"]) == sum(map(is_shard, files))
         own = {
             name: entry
             for number, (name, entry) in enumerate(files.items())
-            if (is_own(number) or not (is_shard(name) and is_same_world)) and ".." not in name
+            if is_own(number) or not (is_shard(name) and is_same_world)
         }
         for path in list_complete(target.parent):
             save_id, problems = inspect(path)
             is_here = save_id == f".{save}.tmp" and not problems.keys() & own.keys()
             if path >= target and (is_here or not problems):
                 return
+        for name in lacking(bucket, save, own):
+            raise OSError(f"{save}/{name} is missing there, or its size is not the manifest's")
         beside = BESIDE if is_own(0) else ()
         download(*own, COMPLETE, *beside)
         for name, problem in find_problems(draft, own, checksums=True).items():
             raise OSError(f"{save}/{name} {problem}")
+        if any(path.is_symlink() for path in (target, *target.rglob("*"))):
+            remove(target)
         sync_tree(draft)
         for name in beside:
             if not (run / name).exists():
@@ -197,7 +244,7 @@ def fetch(url: str, run: Path) -> None:
             os.replace(draft / name, target / name)
     finally:
         remove(draft)
-    print(f"backup: {url} -> {target}")
+    print(shown(f"backup: {url} -> {target}", url))
 
 
 def main() -> None:
@@ -207,7 +254,9 @@ def main() -> None:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--to", required=True, metavar="URL", help="folder of this run: s3://, gs:// or hf://")
+    url = os.environ.get("BACKUP_URL")
+    text = "folder of this run: s3://, gs:// or hf://; BACKUP_URL without it"
+    add("--to", default=url, required=not url, metavar="URL", help=text)
     add("--pid", type=int, metavar="PID", help="process of the run, as in `tail --pid`")
     add("--fetch", action="store_true", help="bring the newest checkpoint to output_dir")
     args, rest = parser.parse_known_args()
@@ -224,7 +273,7 @@ def main() -> None:
     except Exception as error:  # Each backend has its own.
         lacks_package = isinstance(error, ImportError)
         advice = "pip install s3fs, or gcsfs for gs://" if lacks_package else ADVICE
-        text = f"--to {args.to}: {describe(error)}; {advice}"
+        text = shown(f"--to {args.to}: {describe(error)}; {advice}", args.to)
         if args.fetch and list_complete(checkpoints_folder(run)):
             print(f"WARNING: {text}; the run resumes from what output_dir has")
             return

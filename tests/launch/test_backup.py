@@ -3,6 +3,7 @@
 pytest tests/launch/test_backup.py
 """
 
+import json
 import shutil
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import threading
 from urllib.request import urlopen
 
+import psutil
 import pytest
 
 pytest.importorskip("s3fs")
@@ -22,6 +24,8 @@ from moto.server import DomainDispatcherApplication, create_backend_app
 from s3fs import S3FileSystem
 from werkzeug.serving import make_server
 
+from scripts.backup import copy, fetch
+from zerotrain.checkpoint.manifest import measure
 from zerotrain.checkpoint.state import read_state
 from zerotrain.tools.saved import checkpoint_problem
 
@@ -92,6 +96,8 @@ def test_a_run_on_a_new_disk_continues_from_the_bucket(forks, tiny_config, tmp_p
 
     job = start()
     wait_until(lambda: len(logged(run)) > 4, job, log)
+    commands = [" ".join(each.cmdline()) for each in psutil.Process(job.pid).children()]
+    assert any(BACKUP in line for line in commands) and not any(URL in line for line in commands)
     s3.answer = expired
     job.terminate()
     assert job.wait(600) == 75, log.read_text()
@@ -181,3 +187,113 @@ def test_nodes_copy_and_fetch_their_shares(forks, tiny_config, tmp_path, s3, lef
     run.kill()
     run.wait()
     watch.wait(code=0)
+
+
+SAVE = "step_00000002." + "ab" * 16
+
+
+def write_checkpoint(run, step, save_id=None, files=("trainer_state.json",)):
+    """Write a small checkpoint, and the files beside it. Return the name of its save."""
+    folder = run / f"checkpoints/step_{step:08d}"
+    folder.mkdir(parents=True)
+    (folder / "trainer_state.json").write_text("{}")
+    entry = measure(folder / "trainer_state.json")
+    save_id = f".{folder.name}.{'ab' * 16}.tmp" if save_id is None else save_id
+    manifest = {"save_id": save_id, "files": dict.fromkeys(files, entry)}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "COMPLETE").touch()
+    for name in ("metrics.jsonl", "resolved_config.yaml", "resolved_ds_config.json"):
+        (run / name).write_text(name)
+    return save_id[1:-4]
+
+
+def test_only_saves_of_the_run_are_copied_and_removed(s3, tmp_path, monkeypatch, capsys):
+    """The run removes checkpoints. Some have ids that a stranger may have written."""
+    for name, value in s3.variables.items():
+        monkeypatch.setenv(name, value)
+    s3.files.pipe({f"bucket/run/{name}": b"" for name in ("note", "older/COMPLETE")})
+    s3.files.pipe("bucket/other", b"")
+    before = {*s3.files.find("bucket")}
+    no_saves = (
+        "", "12345", ".//.tmp", ".../other.tmp", f".{SAVE}.tmp", f".{SAVE[:13]}.tmp",
+        ".step_0000000{}.tmp", f".step_0000001{{}}.{SAVE[14:]}", f".step_0000001{{}}.{SAVE[14:]}\n",
+        f".step_0000001{{}}.{SAVE[14:].upper()}.tmp", f".../step_0000001{{}}.{SAVE[14:]}.tmp",
+    )  # fmt: skip
+    for step, save_id in enumerate(no_saves):
+        write_checkpoint(tmp_path, 10 + step, save_id.format(step))
+    kept, mine = write_checkpoint(tmp_path, 4), write_checkpoint(tmp_path, 3)
+    copied = set()
+    for _ in range(2):
+        assert copy(URL, tmp_path, copied) == ""
+    found = {path.split("/")[2] for path in {*s3.files.find("bucket")} - before}
+    assert found == {kept, mine}
+    assert capsys.readouterr().out.count("WARNING") == len(no_saves)
+    for path in checkpoints(tmp_path):
+        if not kept.startswith(path.name):
+            shutil.rmtree(path)
+    assert copy(URL, tmp_path, copied) == ""
+    after = {*s3.files.find("bucket")}
+    assert before < after and {path.split("/")[2] for path in after - before} == {kept}
+
+
+def test_a_stranger_in_the_bucket_writes_nothing_outside_the_checkpoint(
+    s3, tmp_path, monkeypatch, capsys
+):
+    """Each save is refused before its files are downloaded, or is left out."""
+    for name, value in s3.variables.items():
+        monkeypatch.setenv(name, value)
+    run, theirs = tmp_path / "run", tmp_path / "theirs"
+    asked = []
+    s3.answer = lambda request, start: (asked.append(request), s3.moto(request, start))[1]
+
+    def refuse(content="{}", **manifest):
+        shutil.rmtree(theirs, ignore_errors=True)
+        write_checkpoint(theirs, 2, **manifest)
+        folder = theirs / "checkpoints/step_00000002"
+        (folder / "trainer_state.json").write_text(content)
+        s3.files.put(f"{folder}/", f"bucket/run/{SAVE}/", recursive=True)
+        asked.clear()
+        with pytest.raises(Exception, match=r"manifest\.json|trainer_state\.json") as refused:
+            fetch(URL, run)
+        got = [r["PATH_INFO"] for r in asked if r["REQUEST_METHOD"] == "GET"]
+        assert not any("trainer_state" in path for path in got), refused
+        assert not any(path.is_file() for path in run.rglob("*"))
+        s3.files.rm(f"bucket/run/{SAVE}", recursive=True)
+
+    refuse(files=["../trainer_state.json"])
+    refuse(files=[f"{tmp_path}/trainer_state.json"])
+    refuse(files=["model/../../trainer_state.json"])
+    refuse(save_id="")
+    refuse(save_id=f".{SAVE.replace('ab', 'cd')}.tmp")
+    refuse(content="{}" * 1000)
+    s3.files.pipe("bucket/run/step_A.x/COMPLETE", b"")
+    s3.files.pipe("bucket/run/step_99999999/COMPLETE", b"")
+    fetch(URL, run)
+    assert "no complete checkpoint" in capsys.readouterr().out
+    assert not any(path.is_file() for path in run.rglob("*"))
+
+
+@pytest.mark.parametrize("link", ["step_00000002", "step_00000002/shards"])
+def test_fetch_replaces_links_in_a_run_folder(s3, tmp_path, monkeypatch, link):
+    for name, value in s3.variables.items():
+        monkeypatch.setenv(name, value)
+    theirs, run, victim = (tmp_path / name for name in ("theirs", "run", "victim"))
+    write_checkpoint(theirs, 2, files=["trainer_state.json", "shards/rank_00000.pt"])
+    checkpoint = theirs / "checkpoints/step_00000002"
+    (checkpoint / "shards").mkdir()
+    shutil.copy(checkpoint / "trainer_state.json", checkpoint / "shards/rank_00000.pt")
+    assert copy(URL, theirs, set()) == ""
+    victim.mkdir()
+    path = run / "checkpoints" / link
+    path.parent.mkdir(parents=True)
+    path.symlink_to(victim)
+    fetch(URL, run)
+    assert not path.is_symlink() and not [*victim.iterdir()]
+    assert checkpoint_problem(run / "checkpoints/step_00000002") is None
+
+
+def test_a_password_in_the_url_is_not_printed(forks, tiny_config):
+    port = free_port()
+    url = f"ftp://me:very-secret@127.0.0.1:{port}/run"
+    done = forks.script(BACKUP, "--fetch", "--config", tiny_config(), code=1, BACKUP_URL=url)
+    assert f"127.0.0.1:{port}" in done.error and "very-secret" not in done.output + done.error

@@ -10,10 +10,10 @@ import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import xxhash
-from pydantic import TypeAdapter
+from pydantic import AfterValidator, TypeAdapter
 
 from zerotrain.checkpoint.run_folder import COMPLETE, MANIFEST
 from zerotrain.runtime.errors import UserError, describe
@@ -22,6 +22,13 @@ T = TypeVar("T")
 
 # JSON is read into memory as a whole. The manifest of 100,000 ranks has 10 MB.
 MAX_JSON_BYTES = 1 << 26
+
+
+def path_inside(name: str) -> str:
+    """Return the path of a file in a folder. Raises ValueError: it could lead out of the folder."""
+    if name != os.path.normpath(name) or name.startswith((".", "/")):
+        raise ValueError(f"{name!r} is not a path inside the checkpoint")
+    return name
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,7 @@ class Manifest:
 
     save_id: str
     """Id of the save, the same on all nodes, also where each has a disk of its own."""
-    files: dict[str, FileEntry]
+    files: dict[Annotated[str, AfterValidator(path_inside)], FileEntry]
     """All files of all ranks, by their path in the checkpoint."""
 
 

@@ -38,6 +38,8 @@ SAVE_NOW = "save_now"
 PROFILE_NOW = "profile_now"
 STEP = "step_[0-9]{8}"
 r"""Regular expression of a checkpoint's name. \d would match the digits of other scripts too."""
+SAVE = rf"{STEP}\.[0-9a-f]{{32}}"
+"""Regular expression of a save's name. Its draft is .NAME.tmp, from files.temporary_name."""
 
 
 def checkpoints_folder(output_dir: str | Path) -> Path:
@@ -69,10 +71,8 @@ def list_complete(folder: Path) -> list[Path]:
 
 
 def list_temporary(folder: Path) -> list[Path]:
-    """Return the folders that are being written or removed, or were when a run was killed. Their
-    names come from files.temporary_name.
-    """
-    return _matching(folder, rf"\.?{STEP}\.[0-9a-f]{{32}}\.tmp")
+    """Return the folders that are being written or removed, or were when a run was killed."""
+    return _matching(folder, rf"\.?{SAVE}\.tmp")
 
 
 def remove(path: Path) -> None:

@@ -97,11 +97,11 @@ def run_ranks(job: Mapping, requests: "queue.SimpleQueue[str]") -> int:
             environment["GLOO_SOCKET_IFNAME"] = interface
     environment |= {"RANK": str(job["first_rank"]), "LOCAL_RANK": "0"}
     is_run = Path(*job["command"][:1]).name == "train.py"
-    url = environment.get("BACKUP_URL", "") if is_run else ""
-    backup = ["-m", "scripts.backup", "--to", url, *job["command"][1:]]
+    has_copy = is_run and environment.get("BACKUP_URL", "") != ""
+    backup = ["-m", "scripts.backup", *job["command"][1:]]
     running = {}
     try:
-        if url:
+        if has_copy:
             fetch = {"the fetch of a checkpoint": start_rank([*backup, "--fetch"], environment)}
             if code := wait_for_ranks(fetch, requests):
                 return code
@@ -109,11 +109,11 @@ def run_ranks(job: Mapping, requests: "queue.SimpleQueue[str]") -> int:
             rank = job["first_rank"] + local_rank
             variables = {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
             running[f"rank {rank}"] = start_rank(job["command"], environment | variables)
-        if url:
+        if has_copy:
             pid = running[f"rank {job['first_rank']}"].pid
             watcher = start_rank([*backup, "--pid", str(pid)], environment)
         code = wait_for_ranks(running, requests)
-        if url and code in (0, EXIT_PREEMPTED):
+        if has_copy and code in (0, EXIT_PREEMPTED):
             # It uploads the last checkpoint. Further signals to stop do not end it.
             while watcher.poll() is None and (
                 requests.empty() or requests.get() not in ("close", "SIGKILL")
