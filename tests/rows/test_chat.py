@@ -313,10 +313,11 @@ def test_a_call_may_end_with_a_token_of_its_own():
 
 
 def test_tools_that_a_template_drops_are_refused():
-    tools = [{"function": {"name": "add"}}]
-    read = partial(supervised_turns, family("chatml"), CHAT, "answers", tools=tools)
-    refused("drops the tools; ... data.ignore_keys: [tools]", read, [], ["tools"])
-    supervised_turns(family("chatml", "{{{{ tools }}}}{}".format), CHAT, tools=tools)
+    for key in ("tools", "functions"):
+        tools = {key: [{"name": "add"}]}
+        read = partial(supervised_turns, family("chatml"), CHAT, "answers", **tools)
+        refused("drops the tools; ... data.ignore_keys: [tools]", read, [], ["tools"])
+        supervised_turns(family("chatml", "{{{{ tools }}}}{}".format), CHAT, **tools)
 
 
 def test_reasoning_of_another_key_is_supervised():

@@ -159,9 +159,9 @@ other keys of messages:
 - "columns: {role: speaker, content: text}"
 another key of the tools:
 - messages: [{role: user, content: "1+1?"}, {role: assistant, content: "2"}]
-  functions: &tools [{type: function, function: {name: add}}]
+  apis: &tools [{type: function, function: {name: add}}]
 - "columns: {our key: key in the file}"
-- "columns: {tools: functions}"
+- "columns: {tools: apis}"
 a class:
 - {text: a, label: 1}
 - "data.ignore_keys: [label]"
@@ -220,9 +220,14 @@ arguments that no tool can read:
 - messages:
   - *a
   - {role: assistant, content: "", tool_calls: [{id: c1, type: function, function: *add}]}
-a tool of no object:
-- {messages: [*a, *b], tools: [{function: '{"name": "f"}'}]}
-- tool
+tools that are not functions:
+- {messages: [*a, *b], tools: [{type: web_search, name: f}]}
+- 'write it as {"type": "function", "function": {"name": NAME, "parameters": SCHEMA}}'
+- {messages: [*a, *b], tools: [{type: function, function: {name: NAME, parameters: {}}}]}
+two lists of tools:
+- {messages: [*a, *b], tools: [{name: f}], functions: [{name: g}]}
+- "its tools and its functions differ; write all as tools"
+- {messages: [*a, *b], tools: [{name: f}, {name: g}]}
 the wrong type:
 - {prompt: [a], completion: b}
 - "'prompt'"
@@ -246,6 +251,45 @@ def test_no_cure_is_named_where_it_would_not_help():
     """A chat template renders neither plain text nor keys of a message."""
     for row in ({"text": "a", "system": "b"}, {"messages": [{**ASKED[0], "tools": TOOLS}]}):
         assert "as_chat" not in refused("unknown", canonical, row)
+
+
+FUNCTION = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "int"}}}}
+SCHEMA = json.dumps(FUNCTION["parameters"])
+
+
+@pytest.mark.parametrize("key", ["tools", "functions"])
+def test_tools_have_one_form(key):
+    tool = {"type": "function", "function": FUNCTION}
+    for given in (
+        tool,
+        FUNCTION,
+        FUNCTION | {"type": "function"},
+        FUNCTION | {"parameters": SCHEMA},
+        {"name": "add", "input_schema": FUNCTION["parameters"]},
+        {"name": "add", "inputSchema": SCHEMA},
+        {"function": FUNCTION},
+        {"function": json.dumps(FUNCTION)},
+        {"type": "function", "function": json.dumps(FUNCTION | {"parameters": SCHEMA})},
+    ):
+        for listed in ([given, tool], [json.dumps(given), tool], json.dumps([given, tool])):
+            row = canonical({"messages": ASKED, key: listed})
+            assert json.dumps(row["tools"]) == json.dumps([tool, tool])
+    for none in ("null", "[]", "{}", "None", [], None):
+        assert canonical({"messages": ASKED, key: none}) == {"messages": ASKED}
+        uncalled = [ASKED[0], assistant("2", tool_calls=none)]
+        assert canonical({"messages": uncalled}) == {"messages": ASKED}
+
+
+@pytest.mark.parametrize(
+    "tool",
+    ["add", 1, {"description": "d"}, {"name": ""}, {"name": 1}, {"function": "add"},
+     {"function": [{"name": "add"}]}, {"name": "add", "parameters": "a: int"},
+     {"name": "add", "parameters": []}, {"name": "add", "parameters": {"properties": SCHEMA}},
+     {"type": "object", "name": "add"}, {"add": FUNCTION},
+     {"name": "add", "input_schema": {}, "parameters": {}}],
+)  # fmt: skip
+def test_what_is_not_recognisably_a_tool_is_a_bad_row(tool):
+    refused("tool", canonical, {"messages": ASKED, "tools": [tool]})
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Convert the parsed rows of all formats into one form, which is then rendered.
 
 The form is {"messages"} with optional "tools", or {"prompt", "completion"}. Plain text is the
-completion of an empty prompt. Rows of tokens keep their keys. A message has
+completion of an empty prompt. Rows of tokens keep their keys. A tool is {"type": "function",
+"function": {"name", "parameters", ...}}, as servers give it to chat templates. A message has
 
     role               str
     content            str, "" if there are only tool calls
@@ -80,6 +81,11 @@ OPTIONAL_KEYS = {
     "instruction": {"input", "text"},
     "tokens": {*TOKEN_KEYS, *chain(*FORMAT_KEYS.values()), "token_type_ids"},
 }
+# OpenAI's first form of tools had `functions`.
+TOOL_KEYS = ("tools", "functions")
+SCHEMA_KEYS = ("input_schema", "inputSchema")  # a tool's parameters, in Anthropic's API and in MCP
+# Texts of these keys that stand for no value, as JSON or Python writes it.
+NO_VALUE = dict.fromkeys((*TOOL_KEYS, "tool_calls"), ("null", "[]", "{}", "None"))
 # ShareGPT has `from` and `value`; OpenAI had `function_call` before parallel calls.
 RENAMED_KEYS = {"from": "role", "value": "content", "function_call": "tool_calls"}
 TEXT_KEYS = {"name", "tool_call_id", "reasoning_content", "thinking"}
@@ -163,7 +169,7 @@ def canonical_row(row: JsonObject, source: Source, config: DataConfig) -> JsonOb
         )
     known = {*required, *OPTIONAL_KEYS.get(kind, ())}
     if kind in CHAT_FORMATS or (config.as_chat and kind != "text"):
-        known |= {"system", "tools"}
+        known |= {"system", *TOOL_KEYS}
     weight = row.get("weight", 1)  # tokenize_row uses it
     if not (isinstance(weight, int | float) and 0 < weight <= 1):
         raise BadRow(
@@ -201,10 +207,12 @@ def canonical_row(row: JsonObject, source: Source, config: DataConfig) -> JsonOb
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
     if "system" in row:
         turns.insert(0, {"role": "system", "content": _string(row, "system")})
-    tools = _objects(row, "tools") if "tools" in row else []
-    if not all(isinstance(tool.get("function", {}), dict) for tool in tools):
-        raise BadRow("wrong type", "the function of a tool is not an object")
-    return {"messages": turns, "tools": tools} if tools else {"messages": turns}
+    # The messages of a template that drops the tools name the key `tools`, whatever the row has.
+    keys = [key for key in TOOL_KEYS if key in row and "tools" not in config.ignore_keys]
+    tools = [[*map(_tool, _objects(row, key))] for key in keys]
+    if tools[1:] and tools[0] != tools[1]:
+        raise BadRow("doubled key", "its tools and its functions differ; write all as tools")
+    return {"messages": turns, "tools": tools[0]} if tools else {"messages": turns}
 
 
 def _add(turn: JsonObject, turns: list[JsonObject]) -> None:
@@ -300,6 +308,32 @@ def _content(turn: JsonObject, config: DataConfig) -> str:
     return "".join(texts)
 
 
+def _tool(tool: JsonObject) -> JsonObject:
+    """Return a tool in the form that is described above. In a row it may be the function alone, and
+    function and parameters may be JSON in strings.
+    """
+    rest = {key: value for key, value in tool.items() if key != "type"}
+    given = parsed(rest.pop("function")) if "function" in tool else rest
+    given = given if isinstance(given, dict) else {}
+    function = {"parameters" if key in SCHEMA_KEYS else key: given[key] for key in given}
+    if "parameters" in function:
+        function["parameters"] = parsed(function["parameters"])
+    name, parameters = function.get("name"), function.get("parameters", {})
+    if (
+        tool.get("type", "function") != "function"
+        or not (isinstance(name, str) and name)
+        or not isinstance(parameters, dict)
+        or not isinstance(parameters.get("properties", {}), dict)
+        or len(function) < len(given)
+    ):
+        raise BadRow(
+            "wrong type",
+            "a tool is not a function with a name, whose parameters are an object or its JSON; "
+            'write it as {"type": "function", "function": {"name": NAME, "parameters": SCHEMA}}',
+        )
+    return {"type": "function", "function": function, **(rest if "function" in tool else {})}
+
+
 def _tool_call(call: JsonObject, config: DataConfig) -> JsonObject:
     """Return a tool call with its arguments as an object.
 
@@ -343,7 +377,8 @@ def _known(
     mapping = {
         key: value
         for key, value in mapping.items()
-        if value not in (None, "", [], {})  # rows of a table have all of its keys
+        # Rows of a table have all of its keys.
+        if value not in (None, "", [], {}, *NO_VALUE.get(key, ()))
         and key not in config.ignore_keys
         and (key in known or key.lower() not in METADATA)
     }
@@ -381,7 +416,7 @@ def _fix(extra: JsonObject, known: set[str], is_row: bool) -> str:
     fix += f"data.ignore_keys: {names.strip()} trains on the rest"
     if is_row:
         fix += ", columns: {our key: key in the file} of the source renames keys"
-    if is_row and known != {"text"} and {"system", "tools"} & {*extra}:
+    if is_row and known != {"text"} and {"system", *TOOL_KEYS} & {*extra}:
         fix += "; system and tools need a chat template: data.as_chat: true"
     return fix
 

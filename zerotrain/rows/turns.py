@@ -298,7 +298,7 @@ class Layout:
         self.constants = LABEL.split(self.text)
         self.labels = LABEL.findall(self.text)
         for tool in json.loads(template.tools) or []:
-            if str(tool.get("function", tool).get("name")) not in self.text:
+            if tool["function"]["name"] not in self.text:
                 raise BadRow(
                     INCOMPLETE[0],
                     "the chat template drops the tools; set model.chat_template to one that writes "
