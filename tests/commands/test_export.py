@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from functools import partial
 
 import peft
@@ -29,8 +30,11 @@ from harness.inputs import (
     strategy,
     write_rows,
 )
+from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file, save_file
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -49,7 +53,12 @@ DENSE = {"vocab_size": 320, "num_hidden_layers": 2, "max_position_embeddings": 5
          **ATTENTION, "hidden_size": 40, "intermediate_size": 52}  # fmt: skip
 MODELS = {
     "llama, tied": {**DENSE, "tie_word_embeddings": True},
-    "qwen3": {**DENSE, "head_dim": 10},
+    # Its rotary embeddings differ by layer, and rope_scaling is another name of their parameters.
+    "gemma4_text": {
+        **DENSE, "head_dim": 10, "global_head_dim": 20, "vocab_size_per_layer_input": 320,
+        "layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 8,
+    },
     "gpt2": {"vocab_size": 320, "n_embd": 40, "n_layer": 2, "n_head": 4, "n_positions": 512},
     # It has experts that save_pretrained takes apart, and a buffer.
     "deepseek_v3": {
@@ -92,7 +101,7 @@ def tensors_of(folder):
 @pytest.mark.parametrize(
     "model, stage, precision, ranks",
     [
-        ("qwen3", "zero1", "fp32", 1),
+        ("gemma4_text", "zero1", "fp32", 1),
         ("gpt2", "zero2_offload", "fp32", 2),
         ("deepseek_v3", "zero3", "fp32", 2),
         ("llama, tied", "zero3", "bf16", 2),
@@ -357,7 +366,7 @@ def test_transformers_4_reads_the_same_rotary_embeddings(
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     sample_tokenizer.save_pretrained(tmp_path)
     edit_json(tmp_path / "tokenizer_config.json", add_class)
-    edit_json(tmp_path / "config.json", add_rope)
+    add_rope(tmp_path / "config.json")
     values = json.loads((tmp_path / "config.json").read_text())
     assert values == values | older
     read = AutoConfig.from_pretrained(tmp_path).rope_parameters
@@ -373,6 +382,24 @@ def test_transformers_4_reads_the_same_rotary_embeddings(
             expected, found = ask_export.answer(str(tmp_path), asked), json.loads(told.stdout)
             assert found["prompts"] == expected["prompts"]
             assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+
+
+def test_a_config_of_every_type_is_read_as_before_the_keys_for_transformers_4(tmp_path):
+    """Some have an alias of rope_parameters, none for some layers, or a key of an older name."""
+    file = tmp_path / "config.json"
+    kinds = {*MODEL_FOR_CAUSAL_LM_MAPPING.keys(), *MODEL_FOR_MULTIMODAL_LM_MAPPING.keys()}
+    edited = 0
+    for kind in kinds:
+        with suppress(StrictDataclassError):  # Gemma 4's assistant has no valid defaults.
+            kind().to_json_file(file)
+        text = file.read_text()
+        if "rope_parameters" in text:
+            was = AutoConfig.from_pretrained(file).to_dict()
+            add_rope(file)
+            now = AutoConfig.from_pretrained(file).to_dict()
+            assert {name: now[name] for name in was} == was
+            edited += file.read_text() != text
+    assert edited > 100, "most types have keys for transformers 4"
 
 
 # --------------------------------------------------------------------------------------------------

@@ -130,7 +130,7 @@ def export_checkpoint(
             # which has the dtype of the weights.
             names.remove("config.json")
             _copy(names, checkpoint / "model", draft)
-            edit_json(draft / "config.json", add_rope)
+            add_rope(draft / "config.json")
         edit_json(draft / "tokenizer_config.json", add_class)
         finish(draft)
 

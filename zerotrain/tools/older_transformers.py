@@ -9,12 +9,17 @@ type (Gemma 3, Olmo 3). The losses of Gemma 2, VaultGemma and Apertus differ by 
 import json
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from transformers import AutoConfig
 
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 NAMES = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
 """Names of most models in transformers 4, and GPT-NeoX's."""
+DERIVED = {"type", "attention_factor"}
+"""Keys of rotary embeddings that follow from the others in transformers 5."""
 
 
 def edit_json(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -35,29 +40,64 @@ def add_class(config: dict[str, Any]) -> None:
     config["additional_special_tokens"] = config.pop("extra_special_tokens", [])
 
 
-def add_rope(config: dict[str, Any]) -> None:
-    """Edit a config.json. transformers 5 reads the same values from the old and the new keys."""
-    for part in (config, config.get("text_config", {})):
-        rope = part.get("rope_parameters") or {}
-        by_layer = {kind: values for kind, values in rope.items() if isinstance(values, dict)}
-        scaling = dict(by_layer.get("full_attention", rope))
-        is_neox = config["model_type"].startswith("gpt_neox")
-        for name, of_neox in NAMES.items():
-            if name in scaling:
-                part[of_neox if is_neox else name] = scaling.pop(name)
-        if "sliding_attention" in by_layer:
-            local = by_layer["sliding_attention"]["rope_theta"]
-            if config["model_type"].startswith("gemma3"):
-                part["rope_local_base_freq"] = local
-            elif local != part["rope_theta"]:
-                part["rope_theta"] = None  # 4.57 has one theta for all layers: let it fail.
-        if scaling.get("rope_type") == "longrope":
-            part[ORIGINAL_LENGTH] = length = scaling[ORIGINAL_LENGTH]
-            if config["model_type"].startswith("phi"):  # It reads the length from there alone.
-                del scaling[ORIGINAL_LENGTH]
-            if factor := scaling.get("factor"):  # 4.57 ignores it, and reads what follows from it.
-                default = math.sqrt(1 + math.log(max(1, factor)) / math.log(length))
-                scaling.setdefault("attention_factor", default)
-            scaling["type"] = scaling.pop("rope_type")  # Phi-3 needs this name.
-        if scaling:
-            part["rope_scaling"] = scaling if len(scaling) > 1 else None  # default: its type alone
+def add_rope(file: Path) -> None:
+    """Edit a config.json. It stays as it is if transformers 5 would then read other values: in some
+    of its newer models rope_scaling is another name of rope_parameters.
+    """
+    text = file.read_text()
+    was = _read(file)
+    config = json.loads(text)
+    for part in (config, config.get("text_config") or {}):
+        part |= _older_rope(part, config["model_type"])
+    file.write_text(json.dumps(config, indent=2))
+    with suppress(Exception):  # A config's own checks can raise anything.
+        if _is_same(_read(file), was):
+            return
+    file.write_text(text)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Return the values that transformers 5 reads from a config.json."""
+    return AutoConfig.from_pretrained(file, trust_remote_code=False).to_dict()
+
+
+def _is_same(now: Any, was: Any) -> bool:
+    """Return whether transformers 5 computes the same with the values `now`. A config may have more
+    keys, which no code reads, and rotary embeddings those that transformers 5 derives.
+    """
+    if not (isinstance(now, dict) and isinstance(was, dict)):
+        return now == was
+    is_config = "model_type" in was
+    more = now.keys() - was.keys()
+    return (is_config or more <= DERIVED) and all(
+        name in now and _is_same(now[name], value) for name, value in was.items()
+    )
+
+
+def _older_rope(part: dict[str, Any], model_type: str) -> dict[str, Any]:
+    """Return the keys that say in transformers 4 what rope_parameters says in transformers 5."""
+    older: dict[str, Any] = {}
+    rope = part.get("rope_parameters") or {}
+    by_layer = {kind: values for kind, values in rope.items() if isinstance(values, dict)}
+    scaling = dict(by_layer.get("full_attention", {}) if by_layer else rope)
+    is_neox = model_type.startswith("gpt_neox")
+    for name, of_neox in NAMES.items():
+        if name in scaling:
+            older[of_neox if is_neox else name] = scaling.pop(name)
+    if "sliding_attention" in by_layer:
+        local = by_layer["sliding_attention"].get("rope_theta")
+        if model_type.startswith("gemma3"):
+            older["rope_local_base_freq"] = local
+        elif local != older.get("rope_theta"):
+            older["rope_theta"] = None  # 4.57 has one theta for all layers: let it fail.
+    if scaling.get("rope_type") == "longrope":
+        older[ORIGINAL_LENGTH] = length = scaling[ORIGINAL_LENGTH]
+        if model_type.startswith("phi"):  # It reads the length from there alone.
+            del scaling[ORIGINAL_LENGTH]
+        if factor := scaling.get("factor"):  # 4.57 ignores it, and reads what follows from it.
+            default = math.sqrt(1 + math.log(max(1, factor)) / math.log(length))
+            scaling.setdefault("attention_factor", default)
+        scaling["type"] = scaling.pop("rope_type")  # Phi-3 needs this name.
+    if scaling:
+        older["rope_scaling"] = scaling if len(scaling) > 1 else None  # default: its type alone
+    return older
