@@ -5,11 +5,13 @@ import codecs
 import gzip
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from functools import partial
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.csv
@@ -247,19 +249,21 @@ def test_columns_rename_keys():
 
 
 PEAK = """
-import sys, resource, json
+import sys, resource, json, time
 from zerotrain.config.schema import Source
 from zerotrain.rows.readers import MAX_ROW_CHARACTERS
 from zerotrain.rows.sources import read_rows
 from zerotrain.runtime.errors import UserError
 import pyarrow.parquet, pyarrow.compute
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-try:
-    found = [len(row.text) > MAX_ROW_CHARACTERS for row in read_rows(Source(path=sys.argv[1]))]
-except UserError as error:
-    found = ["refused"]
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-print(json.dumps([peak / 1024, len(found), sorted(set(found))]))
+before = resource.getrusage(resource.RUSAGE_SELF)
+for path in sys.argv[1:]:
+    try:
+        found = [len(row.text) > MAX_ROW_CHARACTERS for row in read_rows(Source(path=path))]
+    except UserError as error:
+        found = ["refused"]
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    facts = [(usage.ru_maxrss - before.ru_maxrss) / 1024, usage.ru_utime - before.ru_utime]
+    print(json.dumps([*facts, len(found), sorted(set(found))]))
 """
 MANY, HUGE = 200, "x" * 4_000_000
 
@@ -296,20 +300,85 @@ def test_small_files_with_huge_rows_take_little_memory(tmp_path, name, expected)
     giants(tmp_path / name)
     command = [sys.executable, "-c", PEAK, str(tmp_path / name)]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    peak_mib, *found = json.loads(out.splitlines()[-1])
+    peak_mib, _, *found = json.loads(out.splitlines()[-1])
     assert found == expected and peak_mib < 700
+
+
+def lists(rows, values, kind="int8"):
+    """A column of equal lists."""
+    zeros = pa.array(np.zeros(rows * values, "int8")).cast(kind)
+    return pa.ListArray.from_arrays(pa.array(np.arange(rows + 1) * values, pa.int32()), zeros)
+
+
+def with_footer_that_says_one_value(path, values):
+    """Change the number of values in a file's footer: an integer in 7 bits a byte, times two."""
+    true = bytes((2 * values >> shift & 127) | 128 for shift in range(0, 28, 7))
+    true = true[:-1] + bytes([true[-1] & 127])
+    start = len(data := path.read_bytes()) - 8 - int.from_bytes(path.read_bytes()[-8:-4], "little")
+    assert data[start:].count(true) == 2
+    path.write_bytes(data[:start] + data[start:].replace(true, b"\x82\x80\x80\x00"))
+
+
+def test_few_bytes_of_parquet_take_little_memory_and_time(tmp_path):
+    """A row of many lists, of one list, and of many objects; rows of long lists; and a footer that
+    is wrong.
+    """
+    struct = pa.struct({"a": pa.int8(), "b": pa.int8()})
+    objects = pa.array([{"a": 0, "b": 0}] * 100_000, struct)
+    objects = pa.ListArray.from_arrays(pa.array([0, len(objects)], pa.int32()), objects)
+    tables = {
+        "lists": {f"x{i}": lists(1, 3_000_000) for i in range(6)},
+        "list": {"x": lists(1, 20_000_000)},
+        "objects": {"x": objects},
+        "rows": {"x": lists(100, 200_000)},
+        "footer": {"x": lists(1, 20_000_000)},
+    }
+    files = [tmp_path / f"{name}.parquet" for name in tables]
+    for file, columns in zip(files, tables.values(), strict=True):
+        pq.write_table(pa.table(columns), file, compression="zstd")
+        assert file.stat().st_size < 5000
+    with_footer_that_says_one_value(files[-1], 20_000_000)
+    command = [sys.executable, "-c", PEAK, *files]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    for file, line in zip(files, out.splitlines()[-len(files) :], strict=True):
+        peak_mib, seconds, *found = json.loads(line)
+        assert found == [1, ["refused"]] and peak_mib < 60 and seconds < 5, file
+
+
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+def test_long_rows_of_tokens_are_read_a_few_at_a_time(tmp_path, monkeypatch, version):
+    """Token ids take bytes, and a mask beside them takes none."""
+    monkeypatch.setattr(readers, "FREE_GROUP_VALUES", 10_000)
+    ids = np.random.default_rng(0).integers(0, 30_000, (20, 2_000))
+    rows = [{"input_ids": row.tolist(), "attention_mask": [1] * len(row)} for row in ids]
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path, data_page_version=version)
+    monkeypatch.setattr(readers, "MAX_LIST_VALUES", 8_000)
+    batches = []
+    whole = readers.rows_of
+    monkeypatch.setattr(readers, "rows_of", lambda each: whole(map(note, each)))
+
+    def note(batch):
+        batches.append(batch.num_rows)
+        return batch
+
+    assert rows_in(path) == rows and batches == [2] * 10
+    monkeypatch.setattr(readers, "VALUES_PER_BYTE", 0.1)
+    size = int(re.search(r"row_group_size=(\d+)", refusal(path))[1])
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=size)
+    assert rows_in(path) == rows
 
 
 def test_few_bytes_that_stand_for_many_values_are_refused_unparsed(tmp_path, monkeypatch):
     """A row group of Parquet, an Arrow list, and a JSON list under gzip."""
-    monkeypatch.setattr(readers, "MAX_GROUP_VALUES", 1 << 18)
+    monkeypatch.setattr(readers, "FREE_GROUP_VALUES", 1 << 18)
     row = {"text": "a", "x": [0] * 100, "y": [0] * 100}
     frame = pd.DataFrame([row] * 2000)
     path = tmp_path / "rows.parquet"
     frame.to_parquet(path, compression="zstd")
     assert path.stat().st_size < 10_000
-    assert "; write smaller ones: to_parquet(FILE, row_group_size=1000)" in refusal(path)
-    frame.to_parquet(path, row_group_size=1000)
+    size = int(re.search(r"to_parquet\(FILE, row_group_size=(\d+)\)", refusal(path))[1])
+    frame.to_parquet(path, row_group_size=size)
     assert rows_in(path) == [row] * 2000
     monkeypatch.setattr(readers, "MAX_LIST_VALUES", 9)
     monkeypatch.setattr(

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zerotrain.rows.parquet_pages import count_values
+
 if TYPE_CHECKING:
     import pyarrow
 
@@ -20,8 +22,11 @@ COMPRESSIONS = (".gz", ".zst", ".bz2")
 MAX_ROW_CHARACTERS = 8_000_000
 MAX_LIST_VALUES = MAX_ROW_CHARACTERS // 4  # each value of an Arrow list takes over 100 bytes
 MAX_LINE_CHARACTERS = MAX_ROW_CHARACTERS + 1  # a line that was cut must still be too long
+MAX_LIST_OBJECTS = 1 << 16  # each text, object or list in a list takes up to 50 microseconds
 # Values in the lists of a Parquet row group. A few bytes can stand for any number of values, and a
-# single row may have them all.
+# single row may have them all. Token ids take over a byte each, attention masks take none.
+FREE_GROUP_VALUES = 1 << 24
+VALUES_PER_BYTE = 4
 MAX_GROUP_VALUES = 1 << 27
 TEXT_AT_ONCE = 1 << 20  # characters that are read of a JSON list
 JSON = json.JSONDecoder()
@@ -196,15 +201,14 @@ def _read_parquet(file: str) -> Iterator[Row]:
     import pyarrow.parquet
 
     metadata = pyarrow.parquet.read_metadata(file)
-    groups = range(metadata.num_row_groups)
     columns = [*metadata.schema]
     lists = [i for i, column in enumerate(columns) if column.max_repetition_level]
-    for group in map(metadata.row_group, groups):
-        if sum(group.column(i).num_values for i in lists) > MAX_GROUP_VALUES:
-            raise ValueError(
-                f"a row group has over {MAX_GROUP_VALUES:,} values in lists; write smaller ones: "
-                "to_parquet(FILE, row_group_size=1000) of pandas"
-            )
+    groups = [*map(metadata.row_group, range(metadata.num_row_groups))]
+    with Path(file).open("rb") as stream:
+        at_once = [
+            rows_at_once(group.num_rows, [count_values(stream, group.column(i)) for i in lists])
+            for group in groups
+        ]
     # Arrow ignores read_dictionary for columns other than strings.
     parquet = pyarrow.parquet.ParquetFile(
         file,
@@ -212,7 +216,32 @@ def _read_parquet(file: str) -> Iterator[Row]:
         read_dictionary=[column.path for column in columns],
     )
     # One row group at a time: Arrow cannot join dictionaries that are inside lists.
-    yield from rows_of(b for g in groups for b in parquet.iter_batches(ROWS_AT_ONCE, [g]))
+    yield from rows_of(
+        batch for group, rows in enumerate(at_once) for batch in parquet.iter_batches(rows, [group])
+    )
+
+
+def rows_at_once(rows: int, lists: Iterable[tuple[int, int]]) -> int:
+    """Return how many rows of a Parquet row group to decode at once.
+
+    Args:
+        lists: the values and the bytes of each column that is inside a list.
+
+    Raises:
+        ValueError: the group, or a row of it, has too many values in lists.
+    """
+    values, size = map(sum, zip((0, 0), *lists, strict=True))
+    in_a_row = MAX_ROW_CHARACTERS // 2  # a value and a comma
+    if values > rows * in_a_row:
+        raise ValueError(f"a row has over {in_a_row:,} values in lists; split the row")
+    limit = min(MAX_GROUP_VALUES, max(FREE_GROUP_VALUES, VALUES_PER_BYTE * size))
+    if values > limit:
+        fitting = max(1, rows * limit // values // 2)  # rows have more values than their mean
+        raise ValueError(
+            f"a row group has over {limit:,} values in lists; write smaller ones: "
+            f"to_parquet(FILE, row_group_size={fitting}) of pandas"
+        )
+    return max(1, min(ROWS_AT_ONCE, rows * MAX_LIST_VALUES // max(values, 1)))
 
 
 def _read_arrow(file: str) -> Iterator[Row]:
@@ -277,6 +306,8 @@ def _plain(value: "pyarrow.Scalar") -> Any:
         is_number = pyarrow.types.is_integer(kind) or pyarrow.types.is_boolean(kind)
         if is_number and not value.values.null_count:  # scalars would be a hundred times slower
             return value.values.to_numpy(zero_copy_only=False).tolist()
+        if len(value) > MAX_LIST_OBJECTS:
+            raise ValueError(f"a row has a list of over {MAX_LIST_OBJECTS:,} values; split the row")
         return list(value)
     plain = value.as_py()
     if isinstance(value, pyarrow.JsonScalar) and len(plain) <= MAX_ROW_CHARACTERS:
