@@ -124,7 +124,7 @@ def main(config: Config, dry_run: bool = False) -> None:
         tokenizer.chat_template = data.plan.data.meta.chat_template
 
         # 3. Where it starts: agreed on by all ranks before anything is loaded or written.
-        identity = RunIdentity.of(setup, data.plan)
+        identity = RunIdentity.of(setup, data.plan, data.eval_plans)
         lock = RunLock(Path(config.output_dir))
         if not dry_run:
             ranks.run_on_first(lambda: stack.enter_context(lock))

@@ -1,5 +1,6 @@
 """Models and data of the hub, and code that comes with models.    pytest tests/model/test_hub.py"""
 
+import re
 import shutil
 import sys
 import threading
@@ -109,7 +110,18 @@ def test_the_commits_of_the_hub_are_recorded_and_a_run_resumes(tmp_path, tiny_co
     assert resolved["model"]["tokenizer"] == f"org/tiny@{COMMIT}"
     assert resolved["data"]["train_sources"][0]["revision"] == ROWS_COMMIT
     again = forks.finish(path, **options)  # `main` in the config, a commit in the checkpoint
-    assert "resuming from" in again.output
+    assert "resuming from" in again.output and "the run began with" not in again.output
+
+    repo = tmp_path / "hub" / "models--org--tiny"
+    moved = shutil.copytree(repo / "snapshots" / COMMIT, repo / "snapshots" / ("f" * 40))
+    (repo / "refs" / "main").write_text(moved.name)
+    again = forks.finish(path, "--dry_run", **options)
+    assert f"is org/tiny@{moved.name}, but the run began with org/tiny@{COMMIT};" in again.output
+    change_json(moved / "config.json", rms_norm_eps=0.1)
+    line = forks.refusal(path, "--dry_run", **options)
+    named = re.search("set (model.name_or_path) to (.*?),", line).groups()
+    assert "rms_norm_eps is 0.1" in line and named[1] == f"org/tiny@{COMMIT}"
+    forks.finish(path, "--dry_run", f"--{named[0]}", named[1], **options)
 
 
 def test_a_cached_commit_that_differs_from_the_configs_is_refused(hub, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from textwrap import shorten
 
 from zerotrain.checkpoint.manifest import find_problems, inspect, read_manifest
 from zerotrain.checkpoint.run_folder import TRAINER_STATE, checkpoints_folder, list_checkpoints
@@ -142,7 +143,29 @@ def start_from(checkpoint: Path, config: Config, identity: RunIdentity, fresh: S
             f"({describe(error)}); use another checkpoint"
         ) from error
     # The new plan numbers the steps from here on, and the next checkpoint records it.
+    progress = keep_evaluations(saved.run, identity, progress)
     return Start(rest, replace(progress, plan_start=rest.start), checkpoint)
+
+
+def keep_evaluations(saved: RunIdentity, now: RunIdentity, progress: Progress) -> Progress:
+    """Return the progress; without its evaluations, which a line then says, if the first held-out
+    set has other examples than before.
+    """
+    if saved.held_out is None:
+        return progress
+    for name, content in now.held_out.items():
+        if saved.held_out.get(name, content) != content:
+            print_line(f"held-out set {name}: its examples have changed, its curve goes on")
+    was, first = (next(iter(run.held_out.values()), None) for run in (saved, now))
+    if was == first:
+        return progress
+    if best := progress.best:
+        print_line(
+            "the first held-out set has changed: the search for the lowest eval_loss begins again; "
+            f"the checkpoint of the last one ({best.value:.4f}, step {best.step:,}) is no longer "
+            "kept for it: copy it, or restore data.eval_sources"
+        )
+    return replace(progress, eval_loss=None, best=None)
 
 
 def check_resumable(
@@ -165,6 +188,7 @@ def check_resumable(
             f"{checkpoint}: has version {saved.plan.version} of plans and checkpoints, this code "
             f"has {now.plan.version}; resume with code of that version, or {weights}"
         )
+    check_model(checkpoint, saved, now, weights)
     # `content` is a hash of the tokenized examples.
     has_other_data = saved.plan.content != now.plan.content
     for key, was in saved.settings.items():
@@ -180,4 +204,31 @@ def check_resumable(
     if has_other_data:
         raise UserError(
             f"{checkpoint}: data.train_sources: the rows or their repeats have changed; {weights}"
+        )
+
+
+def check_model(checkpoint: Path, saved: RunIdentity, now: RunIdentity, weights: str) -> None:
+    """Check that a checkpoint has this run's architecture, whose numbers may differ although all
+    shapes are the same.
+
+    Args:
+        weights: what to do in place of restoring the model.
+
+    Raises:
+        UserError: names the first key of config.json that differs.
+    """
+    has_moved = "@" in saved.model and saved.model != now.model
+    restore = f"set model.name_or_path to {saved.model}" if has_moved else "restore it"
+    # Keys that only one of the two has come from another version of transformers.
+    for key in [key for key in saved.model_config if key in now.model_config]:
+        was, found = (shorten(json.dumps(run.model_config[key]), 200) for run in (saved, now))
+        if saved.model_config[key] != now.model_config[key]:
+            raise UserError(
+                f"{checkpoint}: model.name_or_path: {key} is {found} in config.json, but the "
+                f"checkpoint has {was}; {restore}, or {weights}"
+            )
+    if has_moved:
+        print_line(
+            f"model.name_or_path: is {now.model}, but the run began with {saved.model}; both have "
+            "the same architecture, and the weights are those of the checkpoint"
         )

@@ -1,6 +1,7 @@
 """The identity of a run, and its progress."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
@@ -10,9 +11,10 @@ from pydantic import NonNegativeInt
 
 from zerotrain.checkpoint.manifest import read_json
 from zerotrain.checkpoint.run_folder import TRAINER_STATE
-from zerotrain.config.ds_config import zero_stage
+from zerotrain.config.ds_config import adam_rule, zero_stage
 from zerotrain.config.parse import plain_config
 from zerotrain.data.data_plan import DataPlan, PlanRecord, PlanStart
+from zerotrain.model.architecture import describe_config
 from zerotrain.training.optimizer import scaled_learning_rate
 from zerotrain.training.setup import Setup
 
@@ -39,10 +41,18 @@ class RunIdentity:
     precision: Literal["fp32", "bf16", "fp16"]
     settings: dict[str, Any]
     """The values that a resumed run must share with the saved one, by run config key."""
+    model: str = ""
+    """model.name_or_path with its commit, which may move."""
+    model_config: dict[str, Any] = field(default_factory=dict)
+    """What the model's config.json says of the architecture, as describe_config returns it."""
+    held_out: dict[str, str] | None = None
+    """A hash of the examples of each held-out set, in the order of the config; None: not known,
+    from an earlier version of this code.
+    """
 
     @classmethod
-    def of(cls, setup: Setup, plan: DataPlan) -> "RunIdentity":
-        """Return the identity of a run whose training plan is `plan`."""
+    def of(cls, setup: Setup, plan: DataPlan, eval_plans: Mapping[str, DataPlan]) -> "RunIdentity":
+        """Return the identity of a run with these plans of training data and held-out sets."""
         train = setup.config.train
         plain = plain_config(setup.config)
         return cls(
@@ -51,8 +61,12 @@ class RunIdentity:
             zero_stage=zero_stage(setup.ds_config),
             precision=train.precision,
             settings={key: reduce(dict.get, key.split("."), plain) for key in COMPARED}
+            | {f"ds_config: {key}": value for key, value in adam_rule(setup.ds_config).items()}
             # last, because it is computed from others, and an error names the first difference
             | {"train.learning_rate (scaled)": scaled_learning_rate(train, plan.mean_batch)},
+            model=setup.config.model.name_or_path,
+            model_config=describe_config(setup.architecture.skeleton.config),
+            held_out={name: each.data.meta.content for name, each in eval_plans.items()},
         )
 
 

@@ -156,6 +156,20 @@ def offload_devices(ds_config: dict[str, Any]) -> dict[str, str]:
     }
 
 
+def adam_rule(ds_config: dict[str, Any]) -> dict[str, Any]:
+    """Return what of Adam's rule the optimizer block alone decides, whichever implementation runs:
+    key -> value.
+    """
+    optimizer = ds_config["optimizer"]
+    params = optimizer["params"]
+    # DeepSpeed's Adam is AdamW unless adam_w_mode is false.
+    decoupled = optimizer["type"].lower() == "adamw" or params.get("adam_w_mode", True)
+    return {
+        "optimizer.params.eps": params.get("eps", 1e-8),
+        "optimizer.params.adam_w_mode": bool(decoupled),
+    }
+
+
 def check_ranks(config: Config, ds_config: dict[str, Any], ranks: int) -> None:
     """Check the number of ranks.
 

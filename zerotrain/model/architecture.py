@@ -2,6 +2,7 @@
 cost per token.
 """
 
+import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -25,12 +26,33 @@ from zerotrain.data.plan import Windows, squares
 from zerotrain.model.hub import summarize
 from zerotrain.runtime.errors import UserError
 
+NOT_ARCHITECTURE = """
+    _name_or_path architectures auto_map bos_token_id chunk_size_feed_forward dtype eos_token_id
+    id2label label2id output_attentions output_hidden_states problem_type return_dict torch_dtype
+    transformers_version use_cache
+"""
+"""Keys of a config.json that do not change what is trained."""
+
 
 class Counts(NamedTuple):
     """Numbers of a model's parameters, including adapters."""
 
     trained: int
     total: int
+
+
+def describe_config(config: PretrainedConfig | dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return what a model's config says of its architecture, in values of JSON types by key. The
+    keys of a config in it, such as text_config, come after its own key and a dot.
+    """
+    values = config if isinstance(config, dict) else json.loads(config.to_json_string(False))
+    found = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and "model_type" in value:
+            found |= describe_config(value, f"{prefix}{key}.")
+        elif key not in NOT_ARCHITECTURE.split():
+            found[prefix + key] = value
+    return found
 
 
 def count_parameters(model: nn.Module) -> Counts:
