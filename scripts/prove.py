@@ -152,7 +152,7 @@ def prove_data(config: Config) -> bool:
     tokenizer.chat_template = caches[0].meta.chat_template
     counts = [
         prove_rows(given, tokenizer, rows, config)
-        for given, rows in zip(sets_of(config), caches, strict=True)
+        for given, rows in zip(sets_of(config).values(), caches, strict=True)
     ]
     compared, problems = map(sum, zip(*counts, strict=True))
     if compared == 0:

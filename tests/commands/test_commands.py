@@ -90,7 +90,7 @@ def test_dry_run_prints_the_arithmetic_and_writes_nothing(forks, tiny_config, tm
         r"11.7 examples per step; first step: \d micro-steps x 2 data ranks x at most 300",
         r"0.00592 = 0.003 x sqrt\(11.6667 / 3\), linear, warm-up 24 examples = 2 steps",
         r"12 = 2 epochs of 6; seed 7",
-        r"9 examples; 9 are also training examples",
+        r"WARNING: held_out +9 of its 9 examples are also training",
         r"WARNING 1: '<think>' +ends the generation prompt, but 70 rows have no such text",
     ):
         assert re.search(text, finished.output), f"{text}\n{finished.output}"

@@ -18,6 +18,7 @@ from zerotrain.data.loader import load_steps
 from zerotrain.data.plan import Budget, plan_step
 from zerotrain.data.questions import choose_questions
 from zerotrain.tools.open_plans import open_plans
+from zerotrain.tracking.startup import data_rows
 
 LENGTHS = np.random.default_rng(0).lognormal(4, 1, 1003).astype(np.int32).clip(2, 900)
 
@@ -216,6 +217,23 @@ def test_an_example_over_the_budget_is_refused(tiny_config):
         {"data__max_length": 72, "data__on_too_long": how} for how in ("truncate", "split", "drop")
     ]
     refused(named, plan, {}, *ways)
+
+
+def test_rows_that_occur_several_times_are_counted(tiny_config, tmp_path):
+    rows = [{"prompt": f"{i}?", "completion": "yes"} for i in range(12)]
+    config = tiny_config(
+        data__train_sources=[write_rows(tmp_path / "own.jsonl", [*rows[:3] * 2, *[rows[3]] * 50])],
+        data__eval_sources={
+            "seen": [write_rows(tmp_path / "seen.jsonl", rows[3:6])],
+            "new": [write_rows(tmp_path / "new.jsonl", rows[6:])],
+        },
+    )
+    config, _, *plans = open_plans(read_config(config), 1)
+    rows = data_rows(config.data, *plans)
+    assert "56 training examples, 52 of them repeat others" in rows["data"]
+    assert rows["WARNING: seen"].startswith("1 of its 3 examples are also training examples")
+    assert rows["held-out set: new"] == "6 examples" and "WARNING: new" not in rows
+    assert not any(key.startswith("not read") for key in rows)
 
 
 def test_questions_need_a_whole_answer(tiny_config):

@@ -29,6 +29,7 @@ from zerotrain.rows.sources import (
     parse_row,
     read_rows,
     require_distinct,
+    unread_files,
 )
 
 ROWS = [{"prompt": f'Ä{i}\n"x",', "completion": str(i)} for i in range(5)]
@@ -183,6 +184,43 @@ def test_files_of_several_splits_are_refused(tmp_path, files):
     assert local_files(str(tmp_path / names[0])) == [str(tmp_path / names[0])]
 
 
+PARTS = [
+    "data/train-0000{}-of-00002.parquet",
+    "train-0000{}-of-00002-a09b74b3ef9c3b5{}.parquet",
+    "data-0000{}-of-00002.arrow",
+    "c4.0000{}-of-00002.json.gz",
+    "rows_{}_of_2.jsonl",
+]
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_folder_that_lacks_parts_of_a_data_set_is_refused(tmp_path, name):
+    """Unless its files are listed, or a glob chooses from the parts that are there."""
+    first, second = (tmp_path / name.format(number, number) for number in (0, 1))
+    for path in (first, tmp_path / "other-00000-of-00001.jsonl"):
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    given = [str(tmp_path), str(first)]
+    refused("1 of the 2 parts ... give each file as a source of its own", local_files, *given)
+    refused("1 of the 2 parts", local_files, str(tmp_path / "**/*of*"))
+    second.with_name(f"{second.name}.incomplete").touch()
+    refused("1 of the 2 parts ... add the others", local_files, str(tmp_path))
+    second.touch()
+    assert len(local_files(str(tmp_path))) == 3
+    assert local_files(f"{first.with_suffix('')}*") == [str(first)]
+
+
+def test_files_that_are_not_read_are_named(tmp_path):
+    download = ".cache/huggingface/download/b.jsonl.1a.incomplete"
+    unread = ["B.JSONL", "c.jsonl.xz", "d.txt", "e.jsonl.1", "deep/part-00000", download]
+    for name in ["a.jsonl", "state.json", "cache-1.arrow", ".hidden", *unread]:
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).touch()
+    assert unread_files(str(tmp_path)).startswith("6 of the files of ")
+    assert unread_files(str(tmp_path / "*")).endswith(": B.JSONL, c.jsonl.xz, d.txt ...")
+    assert unread_files(str(tmp_path / "a.jsonl")) == unread_files(str(tmp_path / "*.jsonl")) == ""
+
+
 def test_no_content_is_given_twice(tmp_path):
     """Several empty files, as Spark writes them, are allowed."""
     for name, text in (("a", "{}"), ("b", ""), ("c", ""), ("d", "[]")):
@@ -198,11 +236,16 @@ def test_no_file_is_given_twice(tmp_path):
     for name in ("a.jsonl", "a.jsonl.gz", "a.v2.parquet"):
         (tmp_path / name).touch()
     (tmp_path / "link.jsonl").symlink_to("a.jsonl")
-    require_distinct([Source(str(tmp_path / "a.jsonl")), Source(str(tmp_path / "a.v*"))])
+    require_distinct({"train": [Source(str(tmp_path / "a.jsonl")), Source(str(tmp_path / "a.v*"))]})
     for names in (["a.jsonl*"], ["a.jsonl.gz", "a.jsonl"], ["a.jsonl", "link*"], ["a.v*"] * 2):
         sources = [Source(str(tmp_path / name)) for name in names]
         once = [Source(sources[0].path.replace("a.jsonl*", "a.jsonl"), repeat=2)]
-        refused("the same rows as ... ; give them once", require_distinct, sources, once)
+        named = "train: ... the same rows as ... in train; give them once"
+        refused(named, require_distinct, {"train": sources}, {"train": once})
+    sets = {"train": [Source(str(tmp_path / "a.jsonl"))], "eval": [Source(str(tmp_path / "a.v*"))]}
+    require_distinct({**sets, "other": sets["eval"]})
+    sets["other"] = [Source(str(tmp_path / "link.jsonl"))]
+    refused("other: ... the same rows as ... in train; give", require_distinct, sets)
 
 
 def test_errors_of_damaged_files_say_what_is_wrong(tmp_path):

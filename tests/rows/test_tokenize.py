@@ -220,6 +220,20 @@ def test_a_rank_starts_the_program_if_a_cache_is_missing(tmp_path, sample_tokeni
     assert len(open_caches(config, tokenizer)[0]) == 2
 
 
+def test_training_rows_are_not_held_out_although_both_sets_have_a_cache(tmp_path, sample_tokenizer):
+    files = [write_rows(tmp_path / f"{i}.jsonl", [SHORT] * i) for i in (1, 2)]
+
+    def config(train, held_out):
+        sets = {"eval_sources": {"own": [Source(str(held_out))]}, "train_sources": [str(train)]}
+        return config_of(data_config(tmp_path, [], **sets), sample_tokenizer)
+
+    for given in (files, reversed(files)):
+        make_caches(config(*given))
+    tokenizer = load_tokenizer(config(*files).model)
+    named = "data.eval_sources.own: ... has the same rows as ... in data.train_sources; give"
+    refused(named, lambda given: make_missing_caches(given, tokenizer), config(files[0], files[0]))
+
+
 @pytest.fixture
 def tokens(tmp_path, monkeypatch):
     """A cache that the program in data/README.md has written."""

@@ -87,6 +87,8 @@ class TokenizedRows:
     index: np.ndarray
     meta: Meta
     folder: Path
+    unread: str = ""
+    """The files of the sources that were not read, for the start-up table."""
 
     @cached_property
     def lengths(self) -> np.ndarray:

@@ -31,9 +31,10 @@ NOT_OF_TOKENS = {
 """Keys of the data section that do not change the tokens of a row."""
 
 
-def sets_of(config: Config) -> list[list[Source]]:
-    """Return the sources of the training data, and of each held-out set."""
-    return [config.data.train_sources, *config.data.eval_sources.values()]
+def sets_of(config: Config) -> dict[str, list[Source]]:
+    """Return the sources of the training data, and of each held-out set, by their keys."""
+    held_out = {f"data.eval_sources.{name}": s for name, s in config.data.eval_sources.items()}
+    return {"data.train_sources": config.data.train_sources, **held_out}
 
 
 def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -76,26 +77,40 @@ def link_of(sources: list[Source], tokenizer: str, config: Config) -> Path:
     return Path(data.cache_dir) / ".links" / xxhash.xxh3_128_hexdigest(key.encode())
 
 
-def cache_of(sources: list[Source], tokenizer: str, config: Config) -> Path | None:
-    """Return the folder of the cache of these sources; None if it has to be made or checked."""
+def cache_of(sources: list[Source], tokenizer: str, config: Config) -> tuple[Path, str] | None:
+    """Return the folder of the cache of these sources, and what the sources have that was not read;
+    None if the cache has to be made or checked.
+    """
     with suppress(OSError):
-        folder = Path(config.data.cache_dir) / link_of(sources, tokenizer, config).read_text()
-        return folder if folder.is_dir() else None
+        name, _, unread = link_of(sources, tokenizer, config).read_text().partition("\n")
+        folder = Path(config.data.cache_dir) / name
+        return (folder, unread) if folder.is_dir() else None
     return None
 
 
+def check_of(config: Config, tokenizer: str) -> Path:
+    """Return the file in data.cache_dir that exists if the sets were compared with each other: each
+    of them may have a cache, but not as part of the same run.
+
+    Args:
+        tokenizer: as for link_of.
+    """
+    links = [link_of(sources, tokenizer, config) for sources in sets_of(config).values()]
+    return links[0].with_name(xxhash.xxh3_128_hexdigest(str(links).encode()))
+
+
 def make_missing_caches(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Run the program that tokenizes rows, unless all caches of the config exist. It also runs for
-    a hub data set without a commit, which may have changed.
+    """Run the program that tokenizes rows, unless all caches of the config exist and their sources
+    have been compared. It also runs for a hub data set without a commit, which may have changed.
 
     Raises:
         UserError: the program's one line.
     """
     key = tokenizer_key(tokenizer)
-    if all(
+    if check_of(config, key).exists() and all(
         cache_of(given, key, config)
         and all(source.path or COMMIT.fullmatch(source.revision or "") for source in given)
-        for given in sets_of(config)
+        for given in sets_of(config).values()
     ):
         return
     trust = ["--model.trust_remote_code", str(config.model.trust_remote_code)]
@@ -137,11 +152,12 @@ def open_caches(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[Toke
     """
     key = tokenizer_key(tokenizer)
     opened = []
-    for sources in sets_of(config):
-        folder = cache_of(sources, key, config)
-        if folder is None:
+    for sources in sets_of(config).values():
+        found = cache_of(sources, key, config)
+        if found is None:
             raise UserError("a file of a source changed while it was read; start again")
-        rows = open_cache(folder)
+        folder, unread = found
+        rows = replace(open_cache(folder), unread=unread)
         if len(rows.meta.sources) > len(sources):  # One source, which is a cache of several.
             meta = replace(
                 rows.meta,

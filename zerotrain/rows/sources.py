@@ -25,7 +25,7 @@ from zerotrain.rows.readers import (
     rows_of,
 )
 from zerotrain.runtime.errors import UserError, describe, first_of
-from zerotrain.runtime.files import files_of
+from zerotrain.runtime.files import expanded, files_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -39,6 +39,8 @@ NO_ROWS = re.compile(r"dataset_infos?\.json|state\.json|cache-.*\.arrow")
 SAVED = re.compile('"filename": "(.+?)"')
 # The format and compression in the extensions of a file's name.
 FORMAT = re.compile(f"({'|'.join(READERS)})+({'|'.join(COMPRESSIONS)})?$".replace(".", r"\."))
+# The number of a part of a data set, and how many parts it has.
+PART = re.compile(f"(.*?)([0-9]+)[-_]of[-_]([0-9]+)(?![0-9]).*?{FORMAT.pattern}")
 # A word that names a split, or a commit in the hub's cache. In evaluation_code.jsonl the word names
 # a topic. The group is two letters, the same for train and training, for val and validation.
 SPLIT = re.compile(
@@ -92,6 +94,8 @@ def local_files(path: str) -> list[str]:
             f"{path}: {what}; rows are read from {', '.join(READERS)}, also compressed as "
             f"{', '.join(COMPRESSIONS)}; save other tables, such as .xlsx, as CSV"
         )
+    if not Path(expanded(path)).is_file():
+        _require_all_parts(path, rows)
     # Links may lead to a file twice: keep the shortest path.
     paths = {os.path.realpath(file): file for file in sorted(rows, key=len, reverse=True)}
     files = sorted(paths.values())
@@ -102,6 +106,45 @@ def local_files(path: str) -> list[str]:
         named = first_of([*splits.values()])
         raise UserError(f"{path}: it has several splits ({named}); give the files of one split")
     return files
+
+
+def _require_all_parts(path: str, files: list[str]) -> None:
+    """Refuse files such as train-00000-of-00002.parquet if others of that number are missing.
+
+    Raises:
+        UserError: some are missing in the folder of one.
+    """
+    parts = {}  # (folder, text before the number, number of parts) -> the numbers that are there
+    for folder in {Path(file).parent for file in files}:
+        for found in filter(None, (PART.fullmatch(file.name) for file in folder.iterdir())):
+            parts.setdefault((folder, found[1], int(found[3])), set()).add(found[2])
+    for file in map(Path, files):
+        if found := PART.fullmatch(file.name):
+            present = parts[file.parent, found[1], int(found[3])]
+            if len(present) < int(found[3]):
+                raise UserError(
+                    f"{path}: it has {len(present):,} of the {int(found[3]):,} parts of "
+                    f"{file.parent}/{found[1]}*-of-{found[3]}*; add the others or, to use only "
+                    "these, give each file as a source of its own"
+                )
+
+
+def unread_files(path: str) -> str:
+    """Say which files of a folder or glob are not read as rows; "" if there are none. Descriptions
+    and caches of `datasets` are left out.
+    """
+    read = {*map(os.path.realpath, local_files(path))}
+    folder = Path(expanded(path))
+    # The hub's client keeps what it has of an interrupted download in a hidden folder.
+    pieces = map(str, folder.rglob("*.incomplete")) if folder.is_dir() else ()
+    others = sorted(
+        Path(file).name
+        for file in {*files_of(path), *pieces}
+        if not Path(file).is_dir()
+        and os.path.realpath(file) not in read
+        and not NO_ROWS.fullmatch(Path(file).name)
+    )
+    return f"{len(others):,} of the files of {path}: {first_of(others)}" if others else ""
 
 
 def _has_rows(file: Path) -> bool:
@@ -149,24 +192,29 @@ def check_split(row: JsonObject, source: "Source") -> None:
             )
 
 
-def require_distinct(sources: Iterable["Source"]) -> None:
-    """Refuse rows that are given twice.
+def require_distinct(sets: dict[str, list["Source"]]) -> None:
+    """Refuse rows that are given twice, in a set or in the first, the training data, and another.
+
+    Args:
+        sets: the sources of each set, by its key in the config.
 
     Raises:
         UserError: two sources share a file or hub dataset, or two files differ only in their
             format, such as a.jsonl and a.jsonl.gz.
     """
-    seen = {}
-    for source in sources:
-        for file in local_files(source.path) if source.path else [name_of(source)]:
-            rows = FORMAT.sub("", os.path.realpath(file))
-            if rows in seen:
-                raise UserError(
-                    f"{file}: by its name it has the same rows as {seen[rows]}; give them once "
-                    "(a source's repeat trains on them more often, data.eval_fraction holds some "
-                    "out)"
-                )
-            seen[rows] = file
+    trained = {}
+    for number, (key, sources) in enumerate(sets.items()):
+        seen = dict(trained) if number else trained
+        for source in sources:
+            for file in local_files(source.path) if source.path else [name_of(source)]:
+                rows = FORMAT.sub("", os.path.realpath(file))
+                if rows in seen:
+                    raise UserError(
+                        f"{key}: by its name {file} has the same rows as {seen[rows]}; give them "
+                        "once (a source's repeat trains on them more often, data.eval_fraction "
+                        "holds some out)"
+                    )
+                seen[rows] = f"{file} in {key}"
 
 
 def is_cache(source: "Source") -> bool:

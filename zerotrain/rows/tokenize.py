@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerBase
 
 from zerotrain.config.schema import Config, DataConfig, Source
 from zerotrain.data.cache import CACHE_VERSION, SCHEMA, WEIGHTED, Meta, open_cache
-from zerotrain.data.caches import NOT_OF_TOKENS, cache_of, link_of, sets_of, tokenizer_key
+from zerotrain.data.caches import NOT_OF_TOKENS, cache_of, check_of, link_of, sets_of, tokenizer_key
 from zerotrain.model.tokenizer import load_tokenizer
 from zerotrain.rows.chat_template import set_chat_template
 from zerotrain.rows.describe import describe_examples
@@ -46,6 +46,7 @@ from zerotrain.rows.sources import (
     parse_row,
     read_rows,
     require_distinct,
+    unread_files,
 )
 from zerotrain.runtime.ahead import map_ahead
 from zerotrain.runtime.children import end_with_parent
@@ -84,18 +85,19 @@ def make_caches(config: Config, show: Callable[[str, int], None] = print_progres
         UserError: a row cannot be used (the message has file and line), a set has no rows,
             data.cache_dir cannot be written, or two sources have the same rows.
     """
-    data = config.data
-    for given in ([], *data.eval_sources.values()):
-        require_distinct([*data.train_sources, *given])
+    require_distinct(sets_of(config))
     tokenizer = load_tokenizer(config.model)
     key = tokenizer_key(tokenizer)  # The trainer computes it without the run's chat template, too.
+    check = check_of(config, key)
     set_chat_template(tokenizer, config.model)
     folders = []
-    for sources in sets_of(config):
-        folder = cache_of(sources, key, config)
+    for sources in sets_of(config).values():
+        folder, _ = cache_of(sources, key, config) or (None, "")
         if folder is None or any(source.hub for source in sources):
             folder = _make_cache(sources, tokenizer, key, config, show)
         folders.append(folder)
+    with suppress(OSError):  # Others may own the folder: then the next run compares again.
+        replace_text(check, "")
     return folders
 
 
@@ -144,8 +146,9 @@ def _make_cache(
                     os.replace(draft, target)
                     sync_folder(cache_dir)
         links[0].parent.mkdir(parents=True, exist_ok=True)
+        unread = "; ".join(filter(None, (unread_files(s.path) for s in sources if s.path)))
         for link in links:
-            replace_text(link, os.path.relpath(target, cache_dir))
+            replace_text(link, f"{os.path.relpath(target, cache_dir)}\n{unread}")
     except OSError as error:
         raise disk_error(error)(
             f"data.cache_dir: cannot write {cache_dir}: {describe(error)}; set it to a folder that "

@@ -70,11 +70,16 @@ def read_text(file: str, key: str = "") -> str:
         raise UserError(f"{key}cannot read {file}: {describe(error)}") from error
 
 
+def expanded(path: str) -> str:
+    """Return a path without ~ and variables."""
+    return os.path.expandvars(os.path.expanduser(path))  # noqa: PTH111
+
+
 def files_of(path: str) -> list[str]:
     """Return all files of a path, a folder (with subfolders) or a glob, in any order. ~ and
     variables are expanded, hidden files are left out.
     """
-    path = os.path.expandvars(os.path.expanduser(path))  # noqa: PTH111
+    path = expanded(path)
     # As a glob, as a name that may contain brackets, and as a folder.
     patterns = (path, glob.escape(path), f"{glob.escape(path)}/**/*")
     return [f for pattern in patterns for f in glob.glob(pattern, recursive=True)]  # noqa: PTH207

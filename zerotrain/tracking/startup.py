@@ -97,9 +97,12 @@ def data_rows(
     """Say where the rows came from, and which of them are not trained on."""
     meta = plan.data.meta
     too_long = [f"{n:,} {text}" for text, n in meta.over_length.items()]
+    trained = pa.array(plan.data.column("content"))
+    repeated = len(trained) - pc.count_distinct(trained).as_py()
     rows = {
         "data": f"{counted(meta.rows_read, 'row')}, "
-        f"{counted(len(plan.data), 'training example')}; over data.max_length "
+        f"{counted(len(plan.data), 'training example')}"
+        f"{f', {repeated:,} of them repeat others' if repeated else ''}; over data.max_length "
         f"{config.max_length:,}: {', '.join(too_long) or 'none'}"
     }
     found = zip(meta.sources, meta.formats, meta.source_examples, strict=True)
@@ -107,15 +110,19 @@ def data_rows(
         rows[f"source {len(rows)}"] = (
             f"{name}, read as {kind}: {counted(count, 'example')}, repeat {source.repeat:g}"
         )
-    trained = pa.array(plan.data.column("content"))
     for name, each in eval_plans.items():
-        same = pc.sum(pc.is_in(trained, pa.array(each.data.column("content"))))
-        rows[f"held-out set: {name}"] = (
-            f"{counted(len(each.data), 'example')}; {same.as_py():,} are also training examples"
-        )
+        rows[f"held-out set: {name}"] = counted(len(each.data), "example")
+        same = pc.sum(pc.is_in(pa.array(each.data.column("content")), trained)).as_py()
+        if same:
+            rows[f"WARNING: {name}"] = (
+                f"{same:,} of its {counted(len(each.data), 'example')} are also training examples; "
+                "its loss says less about new text. Remove them from one of the two"
+            )
     # Each cache once: the rows that eval_fraction holds out are in the training data's cache.
     tokenized = {each.data.folder: each.data for each in (plan, *eval_plans.values())}
     for i, data in enumerate(tokenized.values(), start=1):  # The training data is number 1.
+        if data.unread:
+            rows[f"not read {i}"] = data.unread
         for reason, count in data.meta.rejected.items():
             text = f"{counted(count, 'row')}, listed in {data.folder}/rejected_rows.jsonl"
             rows[f"rejected {i}: {reason}"] = text
