@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from decimal import Decimal
 from functools import partial
 
 import numpy as np
@@ -107,6 +108,30 @@ def test_every_kind_of_file_leaves_out_the_nulls_that_tables_add(tmp_path, name)
         {"n": ["u"], "a": {"x": [1, None]}, "json": {"k": 1}, "map": {"k": 2}},
         {"n": ["v"], "a": {"y": "s"}, "json": "q"},
     ]
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_numbers_of_tables_are_the_numbers_that_were_written(tmp_path, name):
+    numbers = {
+        "half": pa.array([0.1, None], pa.float16()),
+        "single": pa.array([0.1, float("nan")], pa.float32()),
+        "double": pa.array([0.1, None], pa.float64()),
+        "price": pa.array([Decimal("0.10"), None], pa.decimal128(9, 2)),
+        "whole": pa.array([Decimal(10**30), None], pa.decimal256(40, 0)),
+        "count": pa.array([3, None], pa.int64()),
+        "list": pa.array([[0.1, 1e-8], None], pa.list_(pa.float32())),
+        "encoded": pa.array([0.1, None], pa.float32()).dictionary_encode(),
+    }
+    arguments = pa.StructArray.from_arrays([*numbers.values()], names=[*numbers])
+    table = pa.table({"arguments": arguments})
+    path = tmp_path / name
+    if name == "a.parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_stream(path, table.schema) as writer:
+            writer.write_table(table)
+    expected = dict.fromkeys(numbers, 0.1) | {"whole": 10**30, "count": 3, "list": [0.1, 1e-8]}
+    assert rows_in(path) == [{"arguments": expected}, {"arguments": {}}]
 
 
 def test_cells_of_tsv_are_not_quoted(tmp_path):

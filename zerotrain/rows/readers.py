@@ -10,6 +10,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -309,12 +310,19 @@ def _plain(value: "pyarrow.Scalar") -> Any:
         if len(value) > MAX_LIST_OBJECTS:
             raise ValueError(f"a row has a list of over {MAX_LIST_OBJECTS:,} values; split the row")
         return list(value)
+    if isinstance(value, pyarrow.DictionaryScalar | pyarrow.RunEndEncodedScalar):
+        return _plain(value.value)
     plain = value.as_py()
+    if isinstance(value, pyarrow.FloatScalar | pyarrow.HalfFloatScalar):
+        # The shortest number with these bits, as the writer knew it: 0.1, not 0.10000000149011612.
+        return float(str(value.type.to_pandas_dtype()(plain)))
+    if isinstance(plain, Decimal):  # as JSON has numbers
+        return int(plain) if plain.as_tuple().exponent >= 0 else float(plain)
     if isinstance(value, pyarrow.JsonScalar) and len(plain) <= MAX_ROW_CHARACTERS:
         return parse_json(plain)
     if isinstance(plain, bytes):
         return plain.decode()
-    return plain if isinstance(plain, str | int | float) else str(plain)  # dates, decimals
+    return plain if isinstance(plain, str | int | float) else str(plain)  # dates
 
 
 Reader = Callable[[str], Iterator[Row]]
