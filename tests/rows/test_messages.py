@@ -132,10 +132,46 @@ JSON in the strings of a list, with all keys of a table:
   - '{"tool_calls": null, "role": "user", "content": "1+1?"}'
   - '{"tool_calls": [{"name": "add", "arguments": {"a": 1, "c": null, "b": 1}}],
     "role": "assistant", "content": null}'
+  - '{"tool_calls": null, "role": "tool", "content": "2"}'
   - '{"tool_calls": null, "role": "assistant", "content": "2"}'
 - messages
 - tools: *tools
-  messages: [*question, *call, *answer]
+  messages: [*question, *call, *result, *answer]
+gpt-oss, with a turn for each channel:
+- messages:
+  - *question
+  - {role: assistant, channel: analysis, content: easy}
+  - role: assistant
+    channel: commentary
+    content: ""
+    tool_calls: [{function: {name: add, arguments: '{"a": 1, "b": 1}'}}]
+  - {role: tool, channel: commentary, content: "2"}
+  - {role: assistant, channel: analysis, content: easy}
+  - {role: assistant, channel: final, content: "2", weight: 1}
+- messages
+- messages:
+  - *question
+  - role: assistant
+    content: ""
+    reasoning_content: easy
+    tool_calls: [{function: *add}]
+  - *result
+  - {<<: *easy, weight: 1}
+a refusal in place of an answer:
+- messages: [*question, {role: assistant, content: null, refusal: I cannot.}]
+- messages
+- messages: [*question, {role: assistant, content: I cannot.}]
+a refusal among the parts, and a system column as in the messages:
+- system: Be brief.
+  messages:
+  - {role: system, content: Be brief.}
+  - *question
+  - {role: assistant, content: [{type: refusal, refusal: I cannot.}]}
+- messages
+- messages:
+  - {role: system, content: Be brief.}
+  - *question
+  - {role: assistant, content: I cannot.}
 """)
 
 
@@ -195,6 +231,61 @@ a question without content:
 - messages: [{role: user, content: null}, &b {role: assistant, content: b}]
 - "message 1 of 'messages': the user has no content; write it"
 - messages: [*a, *b]
+an empty question:  # cells of CSV have no null
+- messages: [{role: user, content: " "}, *b]
+- "message 1 of 'messages': the user has no content; write it"
+- messages: [*a, *b]
+an empty prompt:
+- {prompt: "", completion: b}
+- prompt is empty; write it
+- {prompt: a, completion: b}
+an empty instruction:
+- {instruction: "", input: "", output: b}
+- instruction is empty; write it
+- {instruction: "", input: a, output: b}
+two answers in a row:
+- messages: [*a, *b, {role: assistant, content: c}]
+- "message 3 of 'messages': it answers directly after another turn of the assistant; write both as
+  one turn ... or the user's turn"
+- messages: [*a, {role: assistant, content: b c}]
+- messages: [*a, *b, *a, {role: assistant, content: c}]
+an answer without the tool's result:
+- messages: [*a, &adds {role: assistant, content: "", tool_calls: [*add]}, *b]
+- or the user's turn or the tool's result between them
+- messages: [*a, *adds, {role: tool, content: ""}, *b]
+a prompt that ends in an answer:
+- {prompt: [*a, *b], completion: [{role: assistant, content: c}]}
+- "message 1 of 'completion': it answers directly after"
+- {prompt: [*a], completion: [{role: assistant, content: b c}]}
+reasoning of weight 0 alone:
+- messages: [*a, {role: assistant, channel: analysis, content: c, weight: 0}, *b]
+- (of weight 0 if either has it)
+- messages: [*a, {role: assistant, thinking: c, content: b, weight: 0}, *a, *b]
+reasoning without an answer:
+- messages: [*a, {role: assistant, channel: analysis, content: b}, *a, *b]
+- no answer follows the reasoning
+two systems:
+- {system: a, messages: [{role: system, content: b}, *a, *b]}
+- its key system and its system turn differ; write all in one of them
+- {system: a b, messages: [*a, *b]}
+- messages: [{role: system, content: a b}, *a, *b]
+a commentary:
+- messages: [*a, {role: assistant, channel: commentary, content: b}]
+- channel
+reasoning that differs:
+- messages: [*a, {role: assistant, content: b, thinking: a, reasoning: c}]
+- its reasoning and thinking differ; write one of them
+- messages: [*a, {role: assistant, content: b, reasoning: c}]
+an answer and a refusal:
+- messages: [*a, {role: assistant, content: b, refusal: a}]
+- its content and refusal differ; write one of them
+- messages: [*a, *b]
+reasoning between texts:
+- messages: [*a, {role: assistant, content: [{text: a}, {type: thinking, thinking: b}]}]
+- reasoning follows text in it; write two messages
+encrypted reasoning:
+- messages: [*a, {role: assistant, content: b, reasoning_details: [{type: reasoning.encrypted}]}]
+- not text
 an empty part:
 - messages: [{role: user, content: [{text: null}]}, *b]
 - message 1
@@ -329,6 +420,11 @@ def test_every_spelling_of_a_weight_becomes_weight(key):
     for given, weight in ((False, 0), (0, 0), (True, 1), (1, 1)):
         turns = [{**user("1?"), key: False}, assistant("1", **{key: given})]
         assert canonical({"messages": turns})["messages"][1]["weight"] == weight
+    fraction = [user("1?"), assistant("1", **{key: 0.3})]
+    if key in ("weight", "loss_weight", "loss_scale"):
+        assert canonical({"messages": fraction})["messages"][1]["weight"] == 0.3
+    else:
+        refused(f"{key} is 0.3, but must be 0 (false) or 1", canonical, {"messages": fraction})
     wanted = {"messages": [{**user("1?"), key: 1}, assistant("1")]}
     refused(f"{key} is 1, but must be", canonical, wanted)
 
@@ -355,6 +451,19 @@ def test_a_key_that_may_be_a_judgment_is_not_only_to_be_ignored():
         ):
             refused("VALUE TO TRAIN ON ... ignore_keys", canonical, row)
     assert "jq" not in refused("unknown", canonical, {"text": "a", "annotation": "a longer text"})
+
+
+@pytest.mark.parametrize("key", ["image", "images", "videos", "audios", "image_path", "audio_url"])
+def test_keys_of_media_are_refused_as_parts_of_media_are(key):
+    part = {"type": "image_url", "image_url": {"url": "a.png"}}
+    for row in (
+        {"messages": ASKED, key: ["a.png"]},
+        {"messages": [{**ASKED[0], key: "a.png"}, ASKED[1]]},
+        {"messages": [user([{"type": "text", "text": "a"}, part]), ASKED[1]]},
+        {"prompt": "a", "completion": "b", key: "a.png"},
+    ):
+        assert "ignore_keys" not in refused("not text", canonical, row)
+    assert canonical({"messages": ASKED, key: []}) == {"messages": ASKED}
 
 
 def test_every_key_is_used_or_refused():

@@ -129,6 +129,7 @@ a pair of Alpaca: {instruction: p, input: "", chosen: good, rejected: bad}
 a pair of ms-swift: {messages: *chat, rejected_response: bad}
 spans: {messages: [*user, {<<: *bad, train_detail: [{train: false}]}, *user, *good]}
 weights: {messages: [*user, {<<: *bad, loss: 1.5}, *user, {<<: *good, loss: 1}]}
+a recorded loss: {messages: [*user, {<<: *good, loss: 0.3}]}
 a user's weight: {messages: [{<<: *user, train: true}, *good, *user, {<<: *bad, train: 0}]}
 """)
 CURES = {  # the file as it is, and the answers that are left after the command of the message
@@ -164,6 +165,7 @@ def test_the_command_that_a_message_names_mends_the_file(tmp_path, sample_tokeni
     message = refused(" > NEW", partial(tokenize, config), tokenizer)
     found = re.search(r"((?:jq|iconv|sed|python3) ['-].*?) OLD[.a-z]* > NEW(\.[a-z]+)?", message)
     command = found[1].replace('"ROLE"', '"assistant"').replace('"VALUE TO TRAIN ON"', "0")
+    command = command.replace("NAME", "score")
     mended = subprocess.run(f"{command} {file}", shell=True, capture_output=True, check=True)
     file.unlink()
     file.with_suffix(found[2] or file.suffix).write_bytes(mended.stdout)

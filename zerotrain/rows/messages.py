@@ -7,7 +7,8 @@ completion of an empty prompt. Rows of tokens keep their keys. A tool is {"type"
     role               str
     content            str, "" if there are only tool calls
     tool_calls         list of objects, with arguments as objects
-    reasoning_content  str; some rows call this key thinking
+    reasoning_content  str; REASONING_KEYS has other spellings, and some rows have it as parts of
+                       the content or as a turn of its own
     weight             0 to 1 in assistant turns, 0 is not supervised; WEIGHT_KEYS has other
                        spellings
     name, tool_call_id as in the row
@@ -88,12 +89,24 @@ SCHEMA_KEYS = ("input_schema", "inputSchema")  # a tool's parameters, in Anthrop
 NO_VALUE = dict.fromkeys((*TOOL_KEYS, "tool_calls"), ("null", "[]", "{}", "None"))
 # ShareGPT has `from` and `value`; OpenAI had `function_call` before parallel calls.
 RENAMED_KEYS = {"from": "role", "value": "content", "function_call": "tool_calls"}
-TEXT_KEYS = {"name", "tool_call_id", "reasoning_content", "thinking"}
+TEXT_KEYS = {"name", "tool_call_id", "refusal"}
+# Spellings of a turn's reasoning, the best first. The last is OpenRouter's list of parts.
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking", "reasoning_details")
+# Types of parts that are reasoning, and the keys of their text or inner parts, as Anthropic,
+# Mistral, LangChain, OpenAI and OpenRouter name them.
+THOUGHTS = {"thinking", "reasoning", "reasoning_text", "reasoning.text", "reasoning.summary"}
+THOUGHT_KEYS = {"text", "content", "summary", *REASONING_KEYS}
+# OpenAI's chat API has text, its responses API the others.
+TEXTS = {"text", "input_text", "output_text", "summary_text"}
+MEDIA = re.compile(r"(image|picture|video|audio)s?(_(url|path|file)s?)?", re.IGNORECASE)
 # Spellings of a turn's weight: 0 or false if it must not be trained on, up to 1 or true if it must.
 WEIGHT_KEYS = (
     "weight", "train", "training", "trainable", "loss", "loss_weight", "loss_scale", "supervised",
 )  # fmt: skip
-MESSAGE_KEYS = {"role", "content", "tool_calls", *WEIGHT_KEYS, *TEXT_KEYS}
+FRACTIONS = {"weight", "loss_weight", "loss_scale"}  # The others are switches; a loss is recorded.
+MESSAGE_KEYS = {
+    "role", "content", "tool_calls", *WEIGHT_KEYS, *TEXT_KEYS, *REASONING_KEYS
+}  # fmt: skip
 
 # A jq program that keeps the chosen answer of a pair. TRL has both answers under keys of their own;
 # ms-swift has the chosen one in the messages.
@@ -194,6 +207,11 @@ def canonical_row(row: JsonObject, source: Source, config: DataConfig) -> JsonOb
                 except BadRow as error:
                     problem = f"message {number} of {key!r}: {error}"
                     raise BadRow(error.reason, problem) from error
+        if any(map(_is_thought, turns)):
+            raise BadRow("empty answer", "no answer follows the reasoning in a turn of its own")
+        # The name of a spelling in the content, or of a turn, that the template does not write.
+        if "reasoning_content" in config.ignore_keys:
+            turns = [{k: v for k, v in t.items() if k != "reasoning_content"} for t in turns]
     else:
         *prompts, answer = (_string(row, key) for key in required)
         if not answer.strip():
@@ -201,12 +219,21 @@ def canonical_row(row: JsonObject, source: Source, config: DataConfig) -> JsonOb
         prompt = "".join(prompts)  # plain text has none
         if "input" in row:
             prompt += "\n\n" + _string(row, "input")
+        if prompts and not prompt.strip():
+            raise BadRow("missing key", f"{required[0]} is empty; write it, or remove the row")
         if kind == "text" or not config.as_chat:
             prompt += "\n\n" if kind == "instruction" else ""
             return {"prompt": prompt, "completion": answer}
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
     if "system" in row:
-        turns.insert(0, {"role": "system", "content": _string(row, "system")})
+        system = {"role": "system", "content": _string(row, "system")}
+        given = [turn for turn in turns if turn["role"] == "system"]
+        if any(turn["content"] != system["content"] for turn in given):
+            raise BadRow(
+                "doubled key",
+                "its key system and its system turn differ; write all in one of them",
+            )
+        turns = turns if given else [system, *turns]
     # The messages of a template that drops the tools name the key `tools`, whatever the row has.
     keys = [key for key in TOOL_KEYS if key in row and "tools" not in config.ignore_keys]
     tools = [[*map(_tool, _objects(row, key))] for key in keys]
@@ -215,26 +242,38 @@ def canonical_row(row: JsonObject, source: Source, config: DataConfig) -> JsonOb
     return {"messages": turns, "tools": tools[0]} if tools else {"messages": turns}
 
 
+def _is_thought(turn: JsonObject) -> bool:
+    """Return whether a turn has only reasoning. The next turn has its answer."""
+    is_answer = turn["content"].strip() or "tool_calls" in turn
+    return turn["role"] == "assistant" and not is_answer
+
+
 def _add(turn: JsonObject, turns: list[JsonObject]) -> None:
-    """Append a turn to a chat. Calls that follow an assistant turn are added to that turn.
+    """Append a turn to a chat. Calls that follow an assistant turn are added to that turn, and an
+    answer or calls to the reasoning before them.
 
     As a turn of their own, they would train the model to stop before them.
 
     Raises:
         BadRow: the two turns cannot be joined.
     """
-    last = turns[-1] if turns else {}
-    if "tool_calls" not in turn or last.get("role") != "assistant":
+    last = turns[-1] if turns else turn
+    if not turn["role"] == last["role"] == "assistant" or last is turn:
         turns.append(turn)
+        return
+    is_same = last.get("weight", 1) == turn.get("weight", 1)
+    if _is_thought(last) and is_same and "reasoning_content" not in turn:
+        turns[-1] = {**last, **turn}
     elif (
         turn["content"]
-        or turn.keys() > {"role", "content", "tool_calls"}
+        or not {"tool_calls"} < turn.keys() <= {"role", "content", "tool_calls"}
         or last.get("weight") == 0
     ):
         raise BadRow(
             "answers in a row",
-            "it calls tools directly after another turn of the assistant; write both as one turn "
-            "(of weight 0 if either has it), or the tool's result between them",
+            f"it {'calls tools' if 'tool_calls' in turn else 'answers'} directly after another "
+            "turn of the assistant; write both as one turn (of weight 0 if either has it), or the "
+            "user's turn or the tool's result between them",
         )
     else:
         last.setdefault("tool_calls", []).extend(turn["tool_calls"])
@@ -250,11 +289,46 @@ def _message(message: JsonObject, columns: dict[str, str], config: DataConfig) -
             f"it has the keys {', '.join(message)}, but needs one for the role and one for the "
             "content; columns: {role: KEY, content: KEY} of the source names them",
         )
-    content = turn.get("content")
-    turn = _known(turn, MESSAGE_KEYS, config)
-    given = str(turn.get("role"))
+    content, channel, given = turn.get("content"), turn.get("channel"), str(turn["role"])
     # In jq: the keys that may contain the role.
     roles = f".role, .from, .{_jq(columns.get('role', 'role'))}"
+    role = _role(given, roles)
+    # Harmony's channels, before ignore_keys: analysis is reasoning. Commentary may be a text of its
+    # own, which templates have no channel for.
+    is_call = "tool_calls" in turn or role != "assistant"
+    if channel in ("analysis", "final") or (channel == "commentary" and is_call):
+        del turn["channel"]
+    turn = _known(turn, MESSAGE_KEYS, config)
+    if role == "function_call":
+        role = "assistant"
+        # ShareGPT writes a call as JSON in place of the content.
+        turn["tool_calls"] = turn.pop("content", None)
+    turn["role"] = role
+    _split_content(turn, channel == "analysis" and role == "assistant", config)
+    # A tool may return an empty text; with null, the result is missing.
+    if not (turn["content"].strip() or role == "assistant" or (role != "user" and content == "")):
+        raise BadRow("missing key", f"the {role} has no content; write it, or remove the row")
+    if "tool_calls" in turn:
+        turn["tool_calls"] = [_tool_call(call, config) for call in _objects(turn, "tool_calls")]
+    elif not turn["content"].strip() and role == "assistant" and "reasoning_content" not in turn:
+        raise BadRow("empty answer", "the answer is empty")
+    # A template would write other types in Python's notation.
+    for key in TEXT_KEYS & turn.keys():
+        _string(turn, key)
+    # If several spellings disagree, the smallest weight counts.
+    keys = [key for key in WEIGHT_KEYS if key in turn]
+    weights = [_weight(key, turn.pop(key), role, roles, given) for key in keys]
+    if weights and role == "assistant":
+        turn["weight"] = min(weights)
+    return turn
+
+
+def _role(given: str, roles: str) -> str:
+    """Return the role that a row spells as `given`.
+
+    Args:
+        roles: a jq program that yields the role of a turn, as the row has it.
+    """
     role = ROLES.get(given.lower())
     if role is None:
         raise BadRow(
@@ -264,48 +338,94 @@ def _message(message: JsonObject, columns: dict[str, str], config: DataConfig) -
             f"place of ROLE: jq -c '(.[] | arrays[] | objects | {roles} | select(. == "
             f'{_jq(given)})) = "ROLE"\' OLD.jsonl > NEW.jsonl',
         )
-    if role == "function_call":
-        role = "assistant"
-        # ShareGPT writes a call as JSON in place of the content.
-        turn["tool_calls"] = turn.pop("content", None)
-    turn = {**turn, "role": role, "content": _content(turn, config)}
-    if role != "assistant" and not turn["content"] and content != "":
-        raise BadRow("missing key", f"the {role} has no content; write it, or remove the row")
-    if "tool_calls" in turn:
-        turn["tool_calls"] = [_tool_call(call, config) for call in _objects(turn, "tool_calls")]
-    elif role == "assistant" and not turn["content"].strip():
-        raise BadRow("empty answer", "the answer is empty")
-    # A template would write other types in Python's notation.
-    for key in TEXT_KEYS & turn.keys():
-        _string(turn, key)
-    # If several spellings disagree, the smallest weight counts.
-    weights = {key: turn.pop(key) for key in WEIGHT_KEYS if key in turn}
-    for key, weight in weights.items():
-        if not (isinstance(weight, int | float) and 0 <= weight <= (role == "assistant")):
-            raise BadRow(
-                "wrong type",
-                f"{key} is {json.dumps(weight)}, but must be 0 (false) to 1 (true) for the "
-                "assistant and 0 for others; to write 0: jq -c '(.[] | arrays[] "
-                f"| objects | select([{roles}] | index({_jq(given)})) | .{key} | select(. == "
-                f"{_jq(weight)})) = 0' OLD.jsonl > NEW.jsonl",
-            )
-    if weights and role == "assistant":
-        turn["weight"] = min(weights.values())
-    return turn
+    return role
 
 
-def _content(turn: JsonObject, config: DataConfig) -> str:
-    """Return the content of a message as text. The texts of a list of parts are concatenated."""
+def _weight(key: str, weight: Any, role: str, roles: str, given: str) -> float:
+    """Return the weight of a turn.
+
+    Args:
+        roles, given: as in _role.
+    """
+    is_number = isinstance(weight, int | float) and 0 <= weight <= (role == "assistant")
+    if is_number and (key in FRACTIONS or weight in (0, 1)):
+        return weight
+    if is_number:
+        raise BadRow(
+            "wrong type",
+            f"{key} is {json.dumps(weight)}, but must be 0 (false) or 1 (true); rename it, with "
+            "NAME score if it was recorded, or weight if it is a weight: jq -c '(.[] | arrays[] | "
+            f"objects | select(has({_jq(key)}))) |= (.NAME = .{key} | del(.{key}))' OLD.jsonl > "
+            "NEW.jsonl",
+        )
+    raise BadRow(
+        "wrong type",
+        f"{key} is {json.dumps(weight)}, but must be 0 (false) to 1 (true) for the "
+        "assistant and 0 for others; to write 0: jq -c '(.[] | arrays[] "
+        f"| objects | select([{roles}] | index({_jq(given)})) | .{key} | select(. == "
+        f"{_jq(weight)})) = 0' OLD.jsonl > NEW.jsonl",
+    )
+
+
+def _split_content(turn: JsonObject, is_thought: bool, config: DataConfig) -> None:
+    """Give a message its content as text, and its reasoning.
+
+    The texts of a list of parts are concatenated. A refusal is the content of an answer.
+
+    Args:
+        is_thought: True if the content is reasoning.
+    """
+    texts, thoughts = [], []
     content = turn.get("content", "")
-    if isinstance(content, str):
-        return content
-    texts = []
-    for part in _objects(turn, "content"):
-        # OpenAI's chat API has text, its responses API the others.
-        if part.get("type", "text") not in ("text", "input_text", "output_text"):
+    for part in [{"text": content}] if isinstance(content, str) else _objects(turn, "content"):
+        kind = part.get("type", "text")
+        if kind in THOUGHTS and not any(texts):
+            thoughts.append(_thought(part, config))
+        elif kind in THOUGHTS:
+            raise BadRow("answers in a row", "reasoning follows text in it; write two messages")
+        elif kind in TEXTS or kind == "refusal":
+            key = "refusal" if kind == "refusal" else "text"
+            texts.append(_string(_known(part, {"type", key}, config), key))
+        else:
             raise BadRow("not text", "its content has a part that is not text")
-        texts.append(_string(_known(part, {"type", "text"}, config), "text"))
-    return "".join(texts)
+    turn["content"] = "".join(texts)
+    if turn["role"] == "assistant" and "refusal" in turn:
+        answers = {"content": turn["content"], "refusal": _string(turn, "refusal")}
+        turn["content"] = _only(answers) or turn["content"]
+        del turn["refusal"]
+    found = {key: _thought({key: turn.pop(key)}, config) for key in REASONING_KEYS if key in turn}
+    found["parts"] = "".join(thoughts)
+    if is_thought:
+        found["analysis"] = turn["content"]
+        turn["content"] = ""
+    if reasoning := _only(found):
+        turn["reasoning_content"] = reasoning
+
+
+def _thought(part: JsonObject, config: DataConfig) -> str:
+    """Return the text of a part that is reasoning. It may have parts of its own."""
+    if part.get("type", "text") not in THOUGHTS | TEXTS:
+        raise BadRow("not text", "its reasoning has a part that is not text")
+    part = _known(part, {"type", "signature", "format", "status", *THOUGHT_KEYS}, config)
+    texts = {}
+    for key in THOUGHT_KEYS & part.keys():
+        value = parsed(part[key]) if key == "reasoning_details" else part[key]
+        if not isinstance(value, str):
+            value = "".join(_thought(inner, config) for inner in _objects(part, key))
+        texts[key] = value
+    return _only(texts)
+
+
+def _only(texts: dict[str, str]) -> str:
+    """Return the text of several keys; "" if none has any.
+
+    Raises:
+        BadRow: their texts differ, apart from white space.
+    """
+    given = {key: text for key, text in texts.items() if text.strip()}
+    if len({"".join(text.split()) for text in given.values()}) > 1:
+        raise BadRow("doubled key", f"its {' and '.join(sorted(given))} differ; write one of them")
+    return next(iter(given.values()), "")
 
 
 def _tool(tool: JsonObject) -> JsonObject:
@@ -382,6 +502,8 @@ def _known(
         and key not in config.ignore_keys
         and (key in known or key.lower() not in METADATA)
     }
+    if media := next(filter(MEDIA.fullmatch, mapping.keys() - known), None):
+        raise BadRow("not text", f"it has {media}, which is not text")
     if extra := sorted(mapping.keys() - known):
         raise BadRow("unknown key", _fix({key: mapping[key] for key in extra}, known, is_row))
     return mapping

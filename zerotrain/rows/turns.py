@@ -38,7 +38,8 @@ FIRST_LABEL = 0x20000
 INCOMPLETE = (
     "dropped by the chat template",
     "data.supervise: last if the template cuts earlier turns, data.ignore_keys for a key that it "
-    "never writes (not tool_calls: answers would end before them), or model.chat_template",
+    "never writes (reasoning_content for reasoning of any spelling; not tool_calls: answers would "
+    "end before them), or model.chat_template",
 )
 DEVELOPER_FIX = (
     "its role to system, if the template has no developer: jq -c '(.[] | arrays[] | objects | "
@@ -193,9 +194,14 @@ class Template(NamedTuple):
         Raises:
             BadRow: the template raises an exception.
         """
+        # transformers gives reasoning_content all names that templates have for it, but for one.
+        named = [
+            {"reasoning": m["reasoning_content"], **m} if "reasoning_content" in m else m
+            for m in messages
+        ]
         try:
             [text], blocks = render_jinja_template(
-                conversations=[messages],
+                conversations=[named],
                 tools=json.loads(self.tools),
                 chat_template=self.source,
                 add_generation_prompt=prompt,

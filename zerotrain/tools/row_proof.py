@@ -51,7 +51,7 @@ def check_contents(
         is_target = i in answers
         if message["role"] == "assistant" and not is_target and supervise == "last":
             continue  # Templates may cut earlier answers.
-        for key in ("reasoning_content", "thinking", "content"):
+        for key in ("reasoning_content", "content"):
             # Each template writes a <think> block in its own way.
             content = (message.get(key) or "").rpartition("</think>")[2]
             content = _squeeze(decoded(content))
