@@ -10,6 +10,7 @@ import re
 import shutil
 import time
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,14 @@ import torch
 from harness.cures import refused
 from harness.inputs import flip, strategy, weighted, write_rows
 from harness.processes import NEEDS_ROOT, mounted
-from harness.runs import assert_each_step_once, checkpoints, curve, is_saving, read_metrics
+from harness.runs import (
+    assert_each_step_once,
+    checkpoints,
+    curve,
+    dropout_seeds,
+    is_saving,
+    read_metrics,
+)
 
 from zerotrain.checkpoint.run_folder import checkpoint_name, list_complete
 from zerotrain.runtime.errors import UserError
@@ -54,11 +62,16 @@ def test_other_world_sizes_stages_and_offload_continue_the_curve(
     forks.finish(config, "--output_dir", tmp_path / "whole", ranks=2)
     run_folder = tmp_path / "run"
     run_folder.mkdir()
+    seeds = []
     for step, (name, ranks) in enumerate(CHAINS[precision], start=1):
         if step < len(CHAINS[precision]):
             (run_folder / "stop").touch()  # seen after the first step
         finished = forks.finish(config, "--ds_config", strategy(tmp_path, name), ranks=ranks)
         assert ("resuming from" in finished.output) == (step > 1)
+        seeds.append(dropout_seeds(checkpoints(run_folder)[-1]))
+        if step > 1 and ranks == len(seeds[-2]):
+            assert seeds.pop() == seeds[-1], "they continue"
+    assert len({*chain(*seeds)}) == len([*chain(*seeds)]), "other ranks get other random numbers"
     tolerance = 1e-5 if precision == "fp32" else 1e-3
     expected = curve(tmp_path / "whole")
     assert len(expected) == 7

@@ -10,12 +10,14 @@ import pytest
 from harness.inputs import chat, mix_of_formats, read_config, rewrite, strategy, write_rows
 from harness.processes import run
 from harness.repository import SAMPLE
+from transformers import AutoModelForCausalLM
 
 from zerotrain.checkpoint.run_folder import list_complete
 from zerotrain.runtime.errors import EXIT_FAILURE
 from zerotrain.tools import ask_export
 from zerotrain.tools.ask_export import prompt_ids
 from zerotrain.tools.open_plans import open_plans
+from zerotrain.tools.plain_loop import mean_loss, read_rows
 from zerotrain.tools.verify import VerificationFailed, check_prompts, sample_requests
 
 
@@ -77,6 +79,15 @@ def test_an_export_is_written_only_if_it_agrees_with_its_run(
     write_rows(changed, rows)
     assert "restore them, or export without --verify" in export(2).error
     forks.script("scripts.export", tmp_path / "run", out, code=0)
+
+
+def test_an_export_is_evaluated_without_dropout(tiny_config, tiny_model_with_dropout):
+    plan = open_plans(read_config(tiny_config(model=tiny_model_with_dropout)), 1)[2]
+    rows = read_rows(plan.data)[:3]
+    examples = [(ids[0].tolist(), weights[0].nonzero()[:, 0].tolist()) for ids, weights in rows]
+    found = ask_export.answer(tiny_model_with_dropout, {"prompts": [], "examples": examples})
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_with_dropout).eval()
+    assert found["loss"] == pytest.approx(mean_loss(model, rows), rel=1e-6)
 
 
 def check_requests(config_file):

@@ -1,6 +1,7 @@
 """Config: precedence, mistakes in one line, the DeepSpeed config.
 pytest tests/config/test_config.py"""
 
+import copy
 import json
 import os
 import re
@@ -9,8 +10,10 @@ from pathlib import Path
 
 import deepspeed
 import pytest
+import torch
 import yaml
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.config import DeepSpeedConfig
 from harness.cures import try_cures
 from harness.inputs import set_value
 from harness.processes import run
@@ -295,6 +298,10 @@ def test_shipped_files_merge_completely(tiny_config, tmp_path, path):
     assert '"auto"' not in json.dumps(merged) and resolved.train.precision == "bf16"
     assert merged["optimizer"]["params"]["lr"] == 3e-3 and merged["gradient_clipping"] == 0.5
     assert merged["bf16"]["enabled"] is True and merged["fp16"]["enabled"] is False
+    # Sums over micro-steps and over ranks are in fp32. Stage 0 refuses the first.
+    sums = ("fp32", torch.float32) if path.stem != "zero0" else (None, None)
+    reached = DeepSpeedConfig(copy.deepcopy(merged))
+    assert (reached.grad_accum_dtype, reached.communication_data_type) == sums
     # the resolved configs alone give the same run
     (tmp_path / "resolved.json").write_text(json.dumps(merged))
     again = parse(tiny_config(ds_config=tmp_path / "resolved.json"))

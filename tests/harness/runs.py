@@ -42,6 +42,17 @@ def checkpoints(run_folder):
     return list_complete(run_folder / "checkpoints")
 
 
+def dropout_seeds(checkpoint):
+    """The seed of each rank's random numbers, in rank order."""
+    import torch
+
+    generator, seeds = torch.Generator(), []
+    for shard in sorted((checkpoint / "shards").iterdir()):
+        generator.set_state(torch.load(shard, weights_only=True)["rng"]["torch"])
+        seeds.append(generator.initial_seed())
+    return seeds
+
+
 def export(run_folder, out):
     """Export the run's last checkpoint, and return the folder."""
     from zerotrain.tools.export import export_checkpoint

@@ -5,12 +5,82 @@ import json
 import math
 import signal
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
-from harness.inputs import write_rows
+import torch
+import torch.distributed as dist
+from harness.inputs import read_config, write_rows
 from harness.runs import logged, read_metrics
+from torch import nn
+from transformers import AutoModelForCausalLM
 
-from zerotrain.data.questions import exact_match
+from zerotrain.data.questions import choose_questions, exact_match
+from zerotrain.runtime.ranks import Ranks
+from zerotrain.tools.open_plans import open_plans
+from zerotrain.tools.plain_loop import mean_loss, read_rows
+from zerotrain.training.evaluate import HeldOutSets, Preempted
+from zerotrain.training.loss import SupervisedLoss
+
+
+class Engine(nn.Module):
+    """A model where an engine is expected."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.module, self.device = model, model.device
+
+    def forward(self, **inputs):
+        return self.module(**inputs)
+
+
+@pytest.fixture
+def alone():
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    stop = SimpleNamespace(signal=None)
+    yield Ranks(0, 0, 1, 1, torch.device("cpu"), dist.group.WORLD, stop)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("batching", ["bucketed", "packed"])
+def test_an_evaluation_has_no_dropout_and_leaves_the_mode_as_it_was(
+    alone, tiny_config, tiny_model_with_dropout, batching
+):
+    config = tiny_config(model=tiny_model_with_dropout, data__batching=batching)
+    config, tokenizer, _, plans = open_plans(read_config(config), 1)
+    attention = config.model.attn_implementation
+    model = AutoModelForCausalLM.from_pretrained(
+        tiny_model_with_dropout, attn_implementation=attention
+    )
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.9  # would change answers, too
+    [plan] = plans.values()
+    questions = {name: choose_questions(name, plan.data, 256, 2) for name in plans}
+    sets = HeldOutSets(
+        plans, questions, 8, tokenizer, Engine(model), SupervisedLoss(model), alone
+    )  # fmt: skip
+    prompt = torch.from_numpy(questions["held_out"][0].prompt)[None]
+    answer = model.generate(prompt, do_sample=False, max_new_tokens=8)[0, prompt.shape[1] :]
+    expected = mean_loss(model, read_rows(plan.data)), tokenizer.decode(answer)
+
+    def failing(*_):
+        assert not model.training
+        raise MemoryError
+
+    for is_training in (True, False):
+        sets.engine.train(is_training)
+        values, answers = sets.measure()
+        found = values["loss/held_out"], answers["held_out"][0]["answer"]
+        assert found == (pytest.approx(expected[0], rel=1e-6), expected[1])
+        with pytest.raises(MemoryError):
+            replace(sets, loss=failing).measure()
+        alone.stop.signal = signal.SIGTERM
+        with pytest.raises(Preempted):
+            sets.measure()
+        alone.stop.signal = None
+        assert {module.training for module in sets.engine.modules()} == {is_training}
 
 
 def test_one_and_two_ranks_measure_the_same_losses_and_answers(

@@ -1,6 +1,7 @@
 """Steps with a bad gradient leave the weights alone.    pytest tests/training/test_guard.py"""
 
 import json
+import math
 import re
 
 import numpy as np
@@ -10,6 +11,7 @@ from harness.inputs import SMALL_SIZES, chat, read_config, strategy, write_rows
 from harness.runs import checkpoints, curve, read_metrics
 
 from zerotrain.tools.open_plans import open_plans
+from zerotrain.training.guard import is_bad_step, spike_limit
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +32,12 @@ def poisoned_model(tmp_path_factory, sample_tokenizer):
     return folder
 
 
+BAD = {2, 11, 17, 26}
+"""Indices of rows that give a loss that is not finite."""
 ROWS = [chat("Say it.", "So it is said.")] * 30
-ROWS[11] = {"messages": [{"role": "system", "content": "Be brief."}, *ROWS[0]["messages"]]}
-"""Row 12 gives a loss that is not finite."""
+for index in BAD:
+    system = {"role": "system", "content": "Be brief."}
+    ROWS[index] = {"messages": [system, *ROWS[index]["messages"]]}
 
 LAYOUTS = {
     "zero0 fp32": ("zero0", "fp32"),
@@ -42,8 +47,10 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_bad_row_is_skipped_and_named(forks, tiny_config, tmp_path, poisoned_model, layout):
-    """Weights and optimizer state change in every step but the bad row's."""
+def test_bad_rows_are_skipped_and_named(forks, tiny_config, tmp_path, poisoned_model, layout):
+    """Weights and optimizer state change in every step but the bad rows'. There are more such steps
+    than may follow each other.
+    """
     name, precision = LAYOUTS[layout]
     config = tiny_config(
         model=poisoned_model, ds_config=strategy(tmp_path, name),
@@ -55,11 +62,15 @@ def test_a_bad_row_is_skipped_and_named(forks, tiny_config, tmp_path, poisoned_m
     assert "finished: step 15, " in finished.output
     run = tmp_path / "run"
     plan = open_plans(read_config(config), 2)[2]
-    bad_step = next(k + 1 for k in range(15) if 11 in examples_of(plan, k))
-    [event] = read_metrics(run, "event")
-    assert (event["name"], event["step"]) == ("skipped_step", bad_step)
-    assert event["rows"] == [f"{tmp_path}/rows.jsonl:12"]
-    expected = [k for k in range(1, 16) if k != bad_step]
+    bad = {k + 1: BAD.intersection(examples_of(plan, k)) for k in range(15)}
+    events = [(e["name"], e["step"], e["rows"]) for e in read_metrics(run, "event")]
+    assert events == [
+        ("skipped_step", step, [f"{tmp_path}/rows.jsonl:{i + 1}" for i in sorted(rows)])
+        for step, rows in bad.items()
+        if rows
+    ]
+    assert len(events) > 3
+    expected = [step for step, rows in bad.items() if not rows]
     for rank in (0, 1):
         assert json.loads((run / f"changed_{rank}.json").read_text()) == expected
     metrics = read_metrics(run)
@@ -100,6 +111,28 @@ def test_a_spike_is_skipped_and_named(forks, tiny_config, tmp_path, layout):
     found = curve(tmp_path / "alone", "update_skipped")
     tolerance = 1e-5 if precision == "fp32" else 1e-2
     np.testing.assert_allclose(found, expected, rtol=tolerance)
+
+
+def test_a_spike_is_far_above_the_median_of_the_last_norms_that_are_numbers():
+    norms = (1.0,) * 15 + (math.nan, math.inf) * 3 + (4.0,) * 8
+    assert spike_limit(norms, 2) == 2 and spike_limit(norms, 1.5) == 1.5
+    assert spike_limit(norms, None) == spike_limit(norms[:9], 2) == math.inf
+
+
+@pytest.mark.parametrize(
+    "loss, norm, is_skipped, in_fp16, in_bf16",
+    [
+        (1.0, 1.0, False, False, False),
+        (1.0, 9.0, True, True, True),  # a spike
+        (1.0, math.inf, True, False, True),  # fp16 lowers its loss scale
+        (1.0, math.nan, True, False, True),
+        (math.nan, math.nan, True, True, True),
+        (math.inf, math.inf, True, True, True),
+    ],
+)
+def test_the_search_for_the_loss_scale_is_not_a_bad_step(loss, norm, is_skipped, in_fp16, in_bf16):
+    values = {"loss": loss, "grad_norm": norm, "update_skipped": is_skipped}
+    assert [is_bad_step(values, is_fp16) for is_fp16 in (True, False)] == [in_fp16, in_bf16]
 
 
 def examples_of(plan, step):

@@ -82,6 +82,43 @@ def test_sum_and_gradients_equal_the_plain_loss(name, chunk_tokens, monkeypatch)
     assert whole.shape[:2] == batch.input_ids.shape  # other forward passes stay as they are
 
 
+class LikeAGpu(TorchDispatchMode):
+    """Multiplies 16-bit tensors by numbers on the device as a GPU does: it rounds the numbers."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten.mul.Tensor, torch.ops.aten.mul_.Tensor):
+            number = args[1]
+            if args[0].itemsize == 2 and isinstance(number, torch.Tensor) and number.dim() == 0:
+                args = args[0], number.to(args[0].dtype)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_in_16_bits_are_summed_and_scaled_in_fp32(dtype, monkeypatch):
+    """They are rounded once."""
+    monkeypatch.setitem(CHUNK_TOKENS, "cpu", 2)
+    torch.manual_seed(0)
+    model, batch = LlamaForCausalLM(LlamaConfig(**SIZES)).to(dtype), micro_batch(packed=False)
+    states = []
+    model.model.norm.register_forward_hook(lambda _, args, out: states.append(out))
+    with LikeAGpu():
+        loss = SupervisedLoss(model)(model, batch).cross_entropy
+        states[0].retain_grad()
+        (loss / 3).backward()
+    weight = model.lm_head.weight
+    of_weight, of_states = torch.zeros_like(weight, dtype=torch.float64), []
+    hidden = states[0].detach().flatten(0, 1)[batch.positions].requires_grad_()
+    for part, targets in zip(hidden.split(2), batch.targets.split(2), strict=True):
+        each = nn.functional.cross_entropy((part @ weight.T).float(), targets, reduction="sum")
+        of_part, other = torch.autograd.grad(each, (part, weight))
+        of_states.append(of_part.double() / 3)
+        of_weight += other.double() / 3
+    found = states[0].grad.flatten(0, 1)[batch.positions]
+    for ours, exact in ((weight.grad, of_weight), (found, torch.cat(of_states))):
+        limit = torch.finfo(dtype).eps * exact.abs() / 2 + 1e-6 * exact.abs().max()
+        assert (ours.double() - exact).abs().sub(1.01 * limit).max() <= 0
+
+
 BY_TRITON = """
 import os, sys, types
 os.environ["TRITON_INTERPRET"] = "1"  # on CPU; read when the kernels are imported

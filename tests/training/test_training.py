@@ -25,6 +25,8 @@ from harness.runs import (
 )
 from transformers import AutoModelForCausalLM
 
+from zerotrain.checkpoint.run_folder import shard_name
+from zerotrain.checkpoint.shards import read_shard
 from zerotrain.data.caches import open_caches
 from zerotrain.tools.open_plans import open_plans
 from zerotrain.tools.plain_loop import mean_loss, read_rows
@@ -156,10 +158,14 @@ def test_16_bits_follow_the_fp32_curve_and_resume_bit_for_bit(
     cut = tmp_path / "cut"
     stop_after_one_step(cut)
     flags = ["--output_dir", cut, "--train.replay_every", 1]  # which changes nothing
-    for _ in range(2):
+    for power in (8, 4):  # A checkpoint has its own loss scale.
+        strategy(tmp_path, name, {"fp16.initial_scale_power": power})
         finished = forks.finish(config, *flags, ranks=2, patches=allowed)
     assert "resuming from" in finished.output
     assert determined(cut) == determined(tmp_path / "run")
+    last = (checkpoints(folder)[-1] for folder in (tmp_path / "run", cut))
+    scales = [read_shard(path, shard_name(1)).loss_scaler for path in last]
+    assert scales[0] == scales[1] and bool(scales[0]) == (precision == "fp16")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -49,6 +49,7 @@ class HeldOutSets:
             Preempted: a rank was preempted meanwhile.
         """
         values, answers = {}, {}
+        was_training = self.engine.training
         self.engine.eval()  # without dropout
         try:
             for name, plan in self.plans.items():
@@ -60,7 +61,7 @@ class HeldOutSets:
                         answers[name] = self._answers(self.questions[name])
                     values[f"exact_match/{name}"] = fmean(row["score"] for row in answers[name])
         finally:
-            self.engine.train()
+            self.engine.train(was_training)
         return values, answers
 
     def _mean_loss(self, plan: DataPlan) -> float:
