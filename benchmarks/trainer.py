@@ -35,7 +35,8 @@ from transformers import (
 
 from zerotrain.config.parse import parse_command_line
 from zerotrain.config.schema import Config
-from zerotrain.model.packing import PACKED_EXAMPLES, Examples, _varlen_attention
+from zerotrain.model import packing
+from zerotrain.model.packing import PACKED_EXAMPLES, Examples
 from zerotrain.runtime.machine import GIB
 
 VARLEN = "varlen"
@@ -80,7 +81,7 @@ def varlen_attention(
     """Compute causal attention within the rows that DataCollatorWithFlattening has joined."""
     query, key, value, _ = states  # and a mask, which is None
     rows = Examples((int(max_length_q),), cu_seq_lens_q.int(), None)
-    return _varlen_attention(query, key, value, rows, scaling), None
+    return packing.varlen_attention(query, key, value, rows, scaling), None
 
 
 def main() -> None:

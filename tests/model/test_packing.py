@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import math
 import re
 import sys
 from itertools import product
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from harness.batches import micro_batch
 from harness.inputs import SMALL_SIZES, read_config
 from torch._dynamo.utils import counters
 from torch.nn.attention import restore_flash_attention_impl
@@ -19,6 +21,7 @@ from transformers import (
     DogeConfig,
     FalconConfig,
     Gemma2Config,
+    Gemma4TextConfig,
     GPTBigCodeConfig,
     GraniteMoeHybridConfig,
     Lfm2Config,
@@ -31,15 +34,17 @@ from transformers import (
 )
 
 from zerotrain.config.schema import ModelConfig
-from zerotrain.data.loader import MicroBatch
+from zerotrain.data.loader import MicroBatch, collate
+from zerotrain.data.plan import Budget
 from zerotrain.model import packing
 from zerotrain.model.architecture import meta_model
 from zerotrain.model.mixers import keep_apart
 from zerotrain.model.packing import PACKED_EXAMPLES, attend_within, resolve_batching
-from zerotrain.model.probes import check_packing
+from zerotrain.model.probes import check_packing, layers_with_kernel
 from zerotrain.runtime.errors import UserError
 from zerotrain.runtime.machine import Machine
 from zerotrain.training.engine import change_blocks
+from zerotrain.training.loss import SupervisedLoss
 
 torch.set_num_threads(1)  # for models this small, threads cost more than they save
 
@@ -122,18 +127,42 @@ def test_packed_examples_equal_each_alone(name, checkpointing, compiled):
     assert all((one - other).abs().max() < 1e-6 * largest for one, other in gradients)
 
 
+NO_ROWS = SimpleNamespace(fetch=lambda _: [], supervised=np.zeros(0, int))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_filler_has_no_graph_and_no_weight_of_its_own(packed):
+    """A rank without examples would compile while the others wait for it."""
+    model = make(LLAMA, PACKED_EXAMPLES if packed else None)
+    change_blocks(model, ModelConfig("x", compile=True), 0)
+    loss = SupervisedLoss(model)
+    counters.clear()
+    with torch.compiler.set_stance("default", force_backend="eager"):
+        for lengths in ((40, 7, 90), (9, 12), (5, 60, 5, 4, 5)):
+            loss(model, micro_batch(packed, lengths)).cross_entropy.backward()
+        graphs = counters["stats"]["unique_graphs"]
+        model.zero_grad()
+        filler = collate(NO_ROWS, np.zeros(0, int), Budget(2, 300, 1, packed))
+        none = loss(model, filler).cross_entropy
+        none.backward()
+    assert counters["stats"]["unique_graphs"] == graphs > 0
+    assert none == 0 and all(p.grad is None or not p.grad.any() for p in model.parameters())
+    assert filler.part(1, 2).input_ids.shape[1] == 2, "a slice of it"
+
+
 # --------------------------------------------------------------------------------------------------
 # The kernel of GPUs
 
 
-def attend(window, device, dtype, size):
+def attend(window, device, dtype, size, size_of_values=None):
     """Return the output of attention with two heads per key, and the gradients of its inputs."""
     lengths = [12, 7, 1, 150]
     generator = torch.Generator().manual_seed(0)
     layer = make(LLAMA, PACKED_EXAMPLES).model.layers[0].self_attn
+    shapes = (4, size), (2, size), (2, size_of_values or size)
     states = [
-        torch.randn(1, heads, 170, size, generator=generator).to(device, dtype).requires_grad_()
-        for heads in (4, 2, 2)
+        torch.randn(1, heads, 170, own, generator=generator).to(device, dtype).requires_grad_()
+        for heads, own in shapes
     ]
     scale = 1.2 * size**-0.5  # differs from the default, size**-0.5
     ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
@@ -147,40 +176,94 @@ def attend(window, device, dtype, size):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the varlen kernel needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("window", [0, 5])
-@pytest.mark.parametrize("size", [16, 96, 128, 256])
-def test_the_varlen_kernel_equals_attention_per_example(window, dtype, size, monkeypatch):
+@pytest.mark.parametrize("sizes", [(16,), (96,), (128,), (256,), (192, 128), (20, 40)])
+def test_the_varlen_kernel_equals_attention_per_example(window, dtype, sizes, monkeypatch):
     calls, varlen_attn = [], packing.varlen_attn
     monkeypatch.setattr(
         packing, "varlen_attn", lambda *a, **k: calls.append(a) or varlen_attn(*a, **k)
     )
-    found = attend(window, "cuda", dtype, size)
+    found = attend(window, "cuda", dtype, *sizes)
     assert len(calls) == 1
-    for one, other in zip(found, attend(window, "cpu", torch.float32, size), strict=True):
+    for one, other in zip(found, attend(window, "cpu", torch.float32, *sizes), strict=True):
         assert (one.cpu().float() - other).norm() < 2e-2 * other.norm()
 
 
+class Kernel:
+    """A stand-in for torch's varlen kernel that computes from its arguments, in fp32."""
+
+    def __init__(self, names="enable_gqa seqused_k block_table num_splits"):
+        parameter = inspect.Parameter
+        self.calls = 0
+        self.__signature__ = inspect.Signature([
+            *(parameter(x, parameter.POSITIONAL_ONLY) for x in "qkvabcd"),
+            *(parameter(x, parameter.KEYWORD_ONLY, default=None)
+              for x in f"return_aux scale window_size {names}".split()),
+        ])  # fmt: skip
+
+    def __call__(self, *args, **kwargs):
+        bound = self.__signature__.bind(*args, **kwargs).arguments
+        self.calls += 1
+        *states, ends, ends_of_keys, longest, longest_key = args  # [tokens, heads, size]
+        assert ends is ends_of_keys and ends.dtype == torch.int32
+        assert len({x.shape[2] for x in states}) == 1 and states[0].shape[2] % 8 == 0
+        assert longest == longest_key == ends.diff().max()
+        heads, size = states[0].shape[1:]
+        query, key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in states)
+        scores = torch.einsum("qhd,khd->hqk", query, key) * (bound.get("scale") or size**-0.5)
+        number = torch.arange(len(query))
+        example, apart = torch.bucketize(number, ends[1:], right=True), number[:, None] - number
+        before, after = (x if x >= 0 else len(query) for x in bound["window_size"])
+        is_seen = (apart <= before) & (-apart <= after) & (example[:, None] == example)
+        return torch.einsum("hqk,khd->qhd", scores.where(is_seen, -math.inf).softmax(-1), value)
+
+
 @pytest.mark.parametrize("names", ["", "enable_gqa seqused_k block_table num_splits"])
-def test_varlen_kernels_of_torch_2_11_and_newer_accept_the_call(names, monkeypatch):
-    """Their keyword parameters differ."""
-    parameter = inspect.Parameter
-    signature = inspect.Signature([
-        *(parameter(x, parameter.POSITIONAL_ONLY) for x in "qkvabcd"),
-        *(parameter(x, parameter.KEYWORD_ONLY, default=None)
-          for x in f"return_aux scale window_size {names}".split()),
-    ])  # fmt: skip
-
-    def kernel(*args, **kwargs):
-        assert signature.bind(*args, **kwargs).arguments["window_size"] == (4, 0)
-        assert args[3:] == (ends, ends, 7, 7) and ends.dtype == torch.int32
-        return args[0]  # [tokens, heads, size]
-
-    kernel.__signature__ = signature
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("sizes", [(16, 16), (24, 16), (20, 36)])
+def test_the_varlen_kernel_gets_scale_window_and_bounds(names, window, sizes, monkeypatch):
+    """Keyword parameters of torch 2.11 and of newer versions differ."""
+    kernel = Kernel(names)
+    expected = attend(window, "cpu", torch.float32, *sizes)
+    monkeypatch.setattr(packing, "has_kernel", lambda *_: True)
     monkeypatch.setattr(packing, "varlen_attn", kernel)
-    ends = torch.tensor([0, 3, 10], dtype=torch.int32)
-    query, *keys = (torch.randn(1, heads, 10, 16) for heads in (4, 2, 2))
-    examples = packing.Examples([3, 7], ends, None, 5)
-    output = packing._varlen_attention(query, *keys, examples, 0.5)
-    assert torch.equal(output, query.transpose(1, 2))
+    monkeypatch.setattr(packing, "VARLEN_OPTIONS", packing.varlen_options(kernel))
+    found = attend(window, "cpu", torch.float32, *sizes)
+    assert kernel.calls == 1
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).abs().max() < 1e-5 * other.abs().max()
+
+
+KERNEL_LAYERS = {
+    "deepseek_v3, two head sizes": [True, True],
+    "qwen2, sliding window": [True, True],
+    "gemma4_text, larger heads": [True, False],
+    "llama, dropout": [False, False],
+}
+
+
+@pytest.mark.parametrize("name", KERNEL_LAYERS)
+def test_layers_without_the_kernel_are_counted(name, monkeypatch):
+    """Gemma 4's global layers have larger heads. Dropout is in no kernel."""
+    families = FAMILIES | {
+        "gemma4_text, larger heads": Gemma4TextConfig(
+            **SIZES, **MIXED, global_head_dim=264, vocab_size_per_layer_input=320,
+            hidden_size_per_layer_input=8, num_kv_shared_layers=0,
+        ),
+        "llama, dropout": LlamaConfig(**SIZES, attention_dropout=0.1),
+    }  # fmt: skip
+    model, has_kernel = make(families[name], PACKED_EXAMPLES).train(), packing.has_kernel
+
+    def as_on_a_gpu(*states):
+        parts = (SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, shape=s.shape) for s in states)
+        return has_kernel(*parts)
+
+    monkeypatch.setattr(packing, "has_kernel", as_on_a_gpu)
+    monkeypatch.setattr(packing, "varlen_attn", Kernel())
+    state = torch.get_rng_state()
+    layers = layers_with_kernel(model, range(3, 320))
+    assert layers == KERNEL_LAYERS[name] and torch.get_rng_state().equal(state)
+    line = packing.kernel_line(layers)
+    assert line == "FA2" if all(layers) else f"{sum(layers)} of 2 layers" in line
 
 
 @pytest.mark.parametrize("capability, package, kernel", [
@@ -195,7 +278,8 @@ def test_a_newer_kernel_needs_its_gpu_and_package(capability, package, kernel, m
         operators.define(f"{name}(Tensor q) -> Tensor")
     monkeypatch.setitem(sys.modules, package or "unused", stub)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (capability, 0))
-    assert packing.activate_kernel() == kernel
+    packing.activate_kernel()
+    assert packing.kernel_line([True]) == kernel
     restore_flash_attention_impl(False)
 
 

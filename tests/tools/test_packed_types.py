@@ -92,6 +92,8 @@ def stand_in(function, keyword, axis):
 
     def kernel(*args, **kwargs):
         bounds = kwargs.pop(keyword, None)
+        if keyword == "cu_seqlens" and bounds is not None:
+            assert kwargs["cu_seqlens_cpu"].equal(bounds)
         kwargs = {k: v for k, v in kwargs.items() if not k.startswith(("seq_idx", "cu_seq"))}
         lengths = [args[0].shape[axis]]
         if bounds is not None:

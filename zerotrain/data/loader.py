@@ -22,8 +22,8 @@ class MicroBatch(NamedTuple):
     """One rank's examples of one micro-step.
 
     Bucketed examples are padded on the right to a common length. Packed examples are concatenated
-    into one sequence. A rank without examples gets a filler: one token that carries no loss, so
-    that the rank takes part in the collectives of the micro-step.
+    into one sequence. A rank without examples gets a filler: two tokens without loss, so that the
+    rank takes part in the collectives of the micro-step.
 
     Under sequence parallelism a rank has a slice of each sequence; see `part`.
     """
@@ -86,8 +86,8 @@ class MicroBatch(NamedTuple):
         attention never sees the padding that follows.
         """
         rows, length = self.input_ids.shape
-        padding = -length % parts
-        width = (length + padding) // parts
+        width = max(2, -(-length // parts))  # also of a filler
+        padding = width * parts - length
 
         def own(whole: torch.Tensor) -> torch.Tensor:
             return F.pad(whole, (0, padding)).chunk(parts, dim=1)[index]
@@ -177,14 +177,16 @@ def collate(data: TokenizedRows, examples: np.ndarray, budget: Budget) -> MicroB
             "supervised tokens; delete it, and the rows are tokenized again (write it again if it "
             "is a source itself)"
         )
-    # The filler attends to its one position: attention over nothing is NaN.
-    fetched = fetched or [np.zeros((2, 1), np.int64)]
+    # The filler attends to its own positions: attention over nothing is NaN. torch.compile would
+    # make new graphs for a size of 1, and for rows without padding.
+    filler = (2,) if budget.packed else (2, 1)
+    fetched = fetched or [np.zeros((2, length), np.int64) for length in filler]
     tokens = np.concatenate(fetched, axis=1)  # [2, tokens]: ids, and 1 at targets
     lengths = np.array([example.shape[1] for example in fetched])
     if budget.packed:
         positions = np.concatenate([*map(np.arange, lengths)])
         return MicroBatch.of(*tokens[:, None], position_ids=positions[None])
-    width = budget.padded(lengths.max()) if len(examples) else 1
+    width = budget.padded(lengths.max()) if len(examples) else 2
     is_real = np.arange(width) < lengths[:, None]  # [examples, width], False at padding
     # A mask selects row by row, so the concatenated tokens fall into the rows of their examples.
     padded = np.zeros((2, *is_real.shape), np.int64)

@@ -24,6 +24,7 @@ stand-ins for the kernels get.
 
 from collections.abc import Sequence
 from importlib.util import find_spec
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -34,13 +35,14 @@ from torch.nn.utils.rnn import pad_sequence
 from zerotrain.model.packing import Examples, current_examples
 
 KERNELS = {
-    "olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next": ("fla", "cu_seq_lens_q"),
-    "bailing_hybrid kimi_linear": ("fla causal_conv1d", "cu_seqlens seq_idx"),
+    "olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next": ("fla", "cu_seq_lens_q cu_seqlens_cpu"),
+    "bailing_hybrid kimi_linear": ("fla causal_conv1d", "cu_seqlens cu_seqlens_cpu seq_idx"),
     "bamba falcon_h1 granitemoehybrid nemotron_h zamba2": ("mamba_ssm causal_conv1d", "seq_idx"),
     "lfm2 lfm2_moe": ("causal_conv1d", "seq_idx"),
 }
 """Values of model_type -> packages with their kernels, and the keywords of a mixer with kernels.
-Each keyword is needed: with fewer, or with other names, examples leak without an error.
+Without one of them, or with other names, examples leak without an error. Only cu_seqlens_cpu may be
+missing: fla then asks the device for the bounds. transformers drops what a kernel does not take.
 """
 HALVINGS = 3
 """Without kernels a mixer is called 2^3 times for a micro-batch."""
@@ -130,7 +132,12 @@ def make_layout(examples: Examples, keywords: Sequence[str]) -> Layout:
         ends = examples.ends + GAP * torch.arange(len(examples.ends))
         numbers = torch.bucketize(torch.arange(calls[0].numel()), ends[1:], right=True)
     numbers = numbers[None].int()
-    bounds = {name: numbers if name == "seq_idx" else ends for name in keywords}
+    lengths = [length + GAP for length in examples.lengths]
+    of_cpu = torch.tensor([0, *accumulate(lengths)], device="cpu")
+    bounds = dict.fromkeys(keywords, ends)
+    for name, value in (("seq_idx", numbers), ("cu_seqlens_cpu", of_cpu)):
+        if name in bounds:
+            bounds[name] = value
     return Layout(calls, order, bounds)
 
 

@@ -9,22 +9,24 @@ pass of T tokens in E examples:
         packed_mask()       once per kind of layer: returns Examples in place of a mask [T, T]
         packed_attention()  in each layer, with those Examples as its mask
 
-On CUDA in 16 bits attention is one call of torch's varlen kernel, elsewhere one call of
-scaled_dot_product_attention per example. No score between two examples is computed.
+On CUDA in 16 bits attention is one call of torch's varlen kernel if heads have at most 256 numbers
+and no dropout. Elsewhere it is one call of scaled_dot_product_attention per example. No score
+between two examples is computed.
 
 With sequence parallelism a rank has a slice of each sequence. Before attention the ranks exchange
 slices of the sequence for heads, and afterwards back: DeepSpeed-Ulysses (arXiv:2309.14509).
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from deepspeed.sequence.layer import DistributedAttention
 from torch import nn
 from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
@@ -145,14 +147,29 @@ NEWER_KERNELS = {9: "FA3", 10: "FA4"}
 """Compute capability: the FlashAttention that was written for it (Hopper, Blackwell)."""
 
 
-def activate_kernel() -> str:
+def activate_kernel() -> None:
     """Have torch's varlen attention use FlashAttention 3 or 4, if the GPU has one of them and its
-    package is installed. Return the name of the kernel that is used.
+    package is installed.
     """
     # KeyError: another GPU. RuntimeError: a package without the kernels.
     with suppress(ImportError, KeyError, RuntimeError):
         activate_flash_attention_impl(NEWER_KERNELS[torch.cuda.get_device_capability()[0]])
-    return current_flash_attention_impl() or "FA2"
+
+
+def kernel_line(has_kernel: Iterable[bool]) -> str:
+    """Return the name of the varlen kernel, and how many layers have it.
+
+    Args:
+        has_kernel: for each layer.
+    """
+    name = current_flash_attention_impl() or "FA2"
+    layers = [*has_kernel]
+    if all(layers):
+        return name
+    return (
+        f"{name} in {sum(layers)} of {len(layers)} layers; the others have dropout or more than "
+        "256 numbers per head, and are slower: one scaled_dot_product_attention per example"
+    )
 
 
 @dataclass  # Frozen, it would make torch 2.11 compile again for each number of examples.
@@ -167,6 +184,8 @@ class Examples:
     """The ranks that have the other slices of the sequence."""
     window: int = 0
     """Attention window in tokens, own position included; 0 for the whole example."""
+    has_kernel: dict[nn.Module, bool] = field(default_factory=dict)
+    """Whether torch's varlen kernel computed a layer, for each attention layer so far."""
 
     def __getitem__(self, part: Any) -> "Examples":
         """Layers that share keys and values (Gemma 4 E4B) take all queries of their mask."""
@@ -245,8 +264,9 @@ def packed_attention(
 
     def attend(*states: torch.Tensor) -> torch.Tensor:
         """Attention over whole sequences."""
-        if _has_kernel(*states) and not options.get("dropout"):
-            return _varlen_attention(*states, examples, options.get("scaling"))
+        examples.has_kernel[module] = has_kernel(*states) and not options.get("dropout")
+        if examples.has_kernel[module]:
+            return varlen_attention(*states, examples, options.get("scaling"))
         # query, key and value of each example: [1, heads, its tokens, head size]
         parts = zip(*(x.split(examples.lengths, dim=2) for x in states), strict=True)
         outputs = [
@@ -277,39 +297,51 @@ def _window_mask(query: torch.Tensor, window: int) -> torch.Tensor | None:
     return query.new_ones(tokens, tokens, dtype=torch.bool).tril().triu(1 - window)[None, None]
 
 
-def _has_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Return whether torch's varlen kernel takes such states: one head size, a multiple of 8."""
-    size = query.shape[-1]
+def has_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return whether varlen_attention takes such states, whose head sizes may differ."""
     return (
         query.is_cuda
-        and len(query) == 1
+        and query.shape[0] == 1
         and query.dtype in (torch.bfloat16, torch.float16)
-        and size == value.shape[-1]
-        and size % 8 == 0
-        and size <= 256
+        and max(query.shape[-1], value.shape[-1]) <= 256
     )
 
 
-def _varlen_attention(
+def varlen_options(kernel: Callable) -> dict[str, bool]:
+    """Return the options of torch's kernel that depend on torch: 2.11 always groups heads."""
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
+
+
+VARLEN_OPTIONS = varlen_options(varlen_attn)  # once, because each layer would take 24 us
+
+
+def varlen_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     examples: Examples,
     scale: float | None,
 ) -> torch.Tensor:
-    """Compute packed_attention with one call of torch's kernel for all examples."""
+    """Compute packed_attention with one call of torch's kernel for all examples.
+
+    The kernel has one head size, a multiple of 8. Zeros after the heads of queries and keys change
+    no score. Those after the heads of values are cut off.
+    """
+    own, wide = query.shape[-1], value.shape[-1]
+    size = -(-max(own, wide) // 8) * 8
     longest = max(examples.lengths)
-    takes_option = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    grouped = {"enable_gqa": True} if takes_option else {}  # torch 2.11 always groups
+    states = (
+        x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1])) for x in (query, key, value)
+    )
     output = varlen_attn(
-        *(x.squeeze(0).transpose(0, 1) for x in (query, key, value)),  # [tokens, heads, size]
+        *(x.squeeze(0).transpose(0, 1) for x in states),  # [tokens, heads, size]
         examples.ends, examples.ends, longest, longest,
-        scale=scale,
+        scale=own**-0.5 if scale is None else scale,
         # The numbers of tokens before and after the query's own; -1 means all of them.
         window_size=(examples.window - 1, 0),
-        **grouped,
+        **VARLEN_OPTIONS,
     )  # fmt: skip
-    return output[None]
+    return output[None, ..., :wide]
 
 
 AttentionInterface.register(PACKED_EXAMPLES, packed_attention)

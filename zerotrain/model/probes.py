@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from zerotrain.data.loader import MicroBatch
 from zerotrain.model.hub import summarize
-from zerotrain.model.packing import attend_within
+from zerotrain.model.packing import attend_within, current_examples
 from zerotrain.runtime.errors import UserError
+from zerotrain.runtime.seeding import rng_state, set_rng_state
 
 PROBE_TOKENS = 12
 
@@ -106,6 +107,23 @@ def check_packing(forward: nn.Module, tokens: Sequence[int]) -> None:
             f"alone (logits change by {max(leak, difference):.1e} of their range); use bucketed, "
             "without sequence_parallel_size of ds_config"
         )
+
+
+@torch.no_grad()
+@torch.compiler.set_stance("force_eager")
+def layers_with_kernel(forward: nn.Module, tokens: Sequence[int]) -> list[bool]:
+    """Return for each attention layer whether it computes packed examples with torch's varlen
+    kernel in training, where it may have dropout. Random numbers stay as they are.
+    """
+    ids = draw(tokens, 1).numpy()
+    batch = MicroBatch.of(ids, ids < 0, position_ids=np.arange(PROBE_TOKENS)[None])
+    batch = batch.to(forward.device)
+    state = rng_state()
+    with attend_within(batch) as inputs:
+        forward(input_ids=batch.input_ids, use_cache=False, **inputs)
+        layers = [*current_examples.get().has_kernel.values()]
+    set_rng_state(state)
+    return layers
 
 
 def check_end_tokens(

@@ -24,11 +24,12 @@ from zerotrain.data.data_plan import DataPlan
 from zerotrain.model.hub import Base, summarize, weight_files
 from zerotrain.model.load import load_model, set_end_tokens
 from zerotrain.model.mixers import keep_apart, kernel_keywords
-from zerotrain.model.packing import activate_kernel
+from zerotrain.model.packing import activate_kernel, kernel_line
 from zerotrain.model.probes import (
     check_causal,
     check_end_tokens,
     check_packing,
+    layers_with_kernel,
     ordinary_tokens,
 )
 from zerotrain.runtime.errors import EXIT_FAILURE, UserError, rank_prefix
@@ -116,7 +117,7 @@ def build_engine(
     if config.data.batching == "packed":
         keep_apart(model, kernel_keywords(model))
         if ranks.device.type == "cuda":
-            print_line(f"attention kernel: {activate_kernel()}")
+            activate_kernel()
     loss = SupervisedLoss(model, ranks.sequence_group)
     reset_update_count(engine.basic_optimizer)  # load_start() sets a checkpoint's count
     engine.train()
@@ -147,6 +148,9 @@ def check_engine(
     ranks.run_on_all(lambda: check_end_tokens(engine, tokenizer, plan.data.meta.end_tokens))
     if setup.config.data.batching == "packed" or ranks.sequence > 1:
         ranks.run_on_all(lambda: check_packing(engine, tokens))
+    if setup.config.data.batching == "packed" and ranks.device.type == "cuda":
+        layers = ranks.run_on_all(lambda: layers_with_kernel(engine, tokens))
+        print_line(f"attention kernel: {kernel_line(layers)}")
 
 
 @cache
