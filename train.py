@@ -20,6 +20,7 @@ The exit codes are in zerotrain/runtime/errors.py.
 """
 
 import gc
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -35,6 +36,8 @@ if __name__ == "__main__":  # --help, and a mistake, need not wait for the impor
     follow_launcher()
     COMMAND_LINE = exit_on_error(lambda: parse_command_line(sys.argv[1:]))
     gc.disable()  # collections would take a sixth of the imports' time
+    # DeepSpeed imports MLflow if it is installed, which then reports to its makers.
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 
 import deepspeed
 import torch

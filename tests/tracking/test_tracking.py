@@ -8,8 +8,10 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import psutil
 import pytest
@@ -252,6 +254,60 @@ def test_each_switch_of_the_security_page_keeps_its_facts_out_of_wandb(
     assert switches.keys() == facts.keys()
     for switch, value in switches.items():
         assert re.search(facts[switch], text) and not re.search(facts[switch], sent(switch, value))
+
+
+TRACK = """
+import os, platform, socket, sys
+name, config, trackers = sys.argv[1:]
+sys.path.append(trackers)
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+socket.gethostname = platform.node = lambda: "name-of-the-host"
+sys.argv = ["train.py", "--secret", "in-the-command-line"]
+from zerotrain.config.parse import parse_command_line
+from zerotrain.tracking.trackers import TrackerSink
+sink = TrackerSink(name, parse_command_line(["--config", config]).config, "0123abcd", 0)
+print("the text of a row", flush=True)
+print("an error that quotes a row", file=sys.stderr, flush=True)
+sink.log("train", {"step": 1, "loss": 0.5, "text": "a value that is no number"})
+sink.close(0)
+"""
+COLLECTED = (
+    "very-secret", "git.example.org", "hf_neverWriteThis", "name-of-the-host", "name-of-the-user",
+    "in-the-command-line", "the text of a row", "that quotes a row", "that is no number",
+    "packages==", "cpu",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "mlflow", "trackio", "swanlab"])
+def test_a_tracker_gets_numbers_and_collects_nothing_by_itself(tiny_config, tmp_path, name):
+    """In a repository whose remote has a password. Where the tracker is not installed, TRACKERS may
+    name a folder that has it.
+    """
+    trackers = os.environ.get("TRACKERS", "")
+    if not (importlib.util.find_spec(name) or Path(trackers, name).exists()):
+        pytest.skip(f"needs {name}")
+    work = tmp_path / "work"
+    for command in (
+        f"git init -q {work}",
+        f"git -C {work} remote add origin https://me:very-secret@git.example.org/repo",
+        f"git -C {work} -c user.name=a -c user.email=b commit -q --allow-empty -m c",
+    ):
+        subprocess.check_call(command.split())
+    config = tiny_config(output_dir=tmp_path / "run")
+    variables = {
+        **os.environ, **SECRETS, "USER": "name-of-the-user", "LOGNAME": "name-of-the-user",
+        "HOME": str(work), "PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1",
+        "SWANLAB_MODE": "offline", "TRACKIO_DIR": str(tmp_path / "trackio"),
+        "MLFLOW_TRACKING_URI": f"file://{tmp_path}/mlflow", "MLFLOW_ALLOW_FILE_STORE": "true",
+    }  # fmt: skip
+    command = [sys.executable, "-c", TRACK, name, config, trackers]
+    subprocess.run(command, cwd=work, env=variables, check=True, timeout=300)
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and ".git" not in path.parts]
+    contents = {path: path.read_bytes() for path in files}
+    assert any(b"train/loss" in each or path.name == "loss" for path, each in contents.items())
+    for path, content in contents.items():
+        for text in COLLECTED:
+            assert text.encode() not in content, (path, text)
 
 
 def test_what_wandb_rejects_is_one_line(tiny_config, tmp_path, monkeypatch):

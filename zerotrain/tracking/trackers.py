@@ -1,8 +1,13 @@
-"""Trackers beside W&B: TensorBoard, MLflow, trackio and SwanLab."""
+"""Trackers beside W&B: TensorBoard, MLflow, trackio and SwanLab.
+
+They get the numbers of the records. What they collect by themselves is off, such as the command
+line, the git remote, which may have a password, and what the run prints (SECURITY.md).
+"""
 
 import importlib
 import os
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from zerotrain.config.schema import Config
@@ -37,18 +42,14 @@ class TrackerSink:
             return
         tracker = importlib.import_module(name)
         if name == "mlflow":
-            # MLflow repeats a failed request for minutes, unless told otherwise.
-            os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-            tracker.config.enable_async_logging()
-            tracker.set_experiment(project)
-            same = f"tags.run = '{run_id}'"
-            begun = tracker.search_runs(filter_string=same, output_format="list")
-            known = begun[0].info.run_id if begun else None  # MLflow chooses ids itself.
-            tracker.start_run(known, run_name=folder.name, tags={"run": run_id})
+            start_mlflow(tracker, project, folder.name, run_id)
             self._log, self._finish = tracker.log_metrics, tracker.end_run
             return
-        same = {"id": run_id} if name == "swanlab" else {}  # trackio knows a run by its name
-        tracker.init(project=project, name=f"{folder.name}-{run_id}", resume="allow", **same)
+        if name == "swanlab":
+            more = {"id": run_id, "settings": swanlab_settings(tracker)}
+        else:  # trackio knows a run by its name
+            more = {"auto_log_gpu": False, "auto_log_cpu": False}
+        tracker.init(project=project, name=f"{folder.name}-{run_id}", resume="allow", **more)
         self._log, self._finish = tracker.log, tracker.finish
 
     def log(self, kind: str, values: dict[str, Any]) -> None:
@@ -56,3 +57,25 @@ class TrackerSink:
 
     def close(self, exit_code: int) -> None:
         self._finish()
+
+
+def start_mlflow(mlflow: ModuleType, project: str, name: str, run_id: str) -> None:
+    """Start a run of MLflow, or continue the one that has our id as a tag."""
+    # MLflow repeats a failed request for minutes, unless told otherwise.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    mlflow.config.enable_async_logging()
+    experiment = mlflow.set_experiment(project).experiment_id
+    # repr, because the id comes from a checkpoint and might have a quote.
+    same = f"tags.run = {run_id!r}"
+    begun = mlflow.search_runs(filter_string=same, output_format="list")
+    if not begun:
+        # start_run would add tags with the user, the command and the git remote.
+        begun = [mlflow.MlflowClient().create_run(experiment, tags={"run": run_id}, run_name=name)]
+    mlflow.start_run(begun[0].info.run_id, log_system_metrics=False)
+
+
+def swanlab_settings(swanlab: ModuleType) -> Any:
+    """Return settings with which SwanLab collects nothing by itself."""
+    probes = swanlab.Settings.Probe.model_fields.items()
+    off = {name: False for name, probe in probes if probe.annotation is bool}
+    return swanlab.Settings(probe=off, terminal={"proxy_type": "none"})
