@@ -57,6 +57,7 @@ from zerotrain.checkpoint.run_folder import (
     checkpoints_folder,
     is_shard,
     list_complete,
+    refuse_links,
     remove,
 )
 from zerotrain.config.parse import parse_command_line
@@ -265,6 +266,7 @@ def main() -> None:
         for number in IGNORED:
             signal.signal(number, signal.SIG_IGN)
         return watch(args.to, run, args.pid)
+    refuse_links(run)
     try:
         if args.fetch:
             fetch(args.to, run)

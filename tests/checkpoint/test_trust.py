@@ -3,19 +3,28 @@ pytest tests/checkpoint/test_trust.py
 """
 
 import os
+import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from harness.cures import refused
 from harness.inputs import rewrite
 
-from zerotrain.checkpoint.run_folder import list_complete
+from zerotrain.checkpoint import run_folder
+from zerotrain.checkpoint.lock import RunLock
+from zerotrain.checkpoint.run_folder import list_complete, refuse_links
+from zerotrain.launch.launch import Attempt
 from zerotrain.runtime.errors import UserError
 from zerotrain.runtime.files import replace_text
+from zerotrain.runtime.hang import HangWatch
 from zerotrain.tools.export import export_checkpoint
+from zerotrain.tools.launches import note_attempt
 from zerotrain.tools.new_folder import new_folder
+from zerotrain.tools.report import report_page
+from zerotrain.tracking.metrics import JsonlSink, UsefulTime
 
 
 class Touch:
@@ -54,6 +63,59 @@ def test_a_shard_that_would_run_code_is_refused(forks, tiny_config, tmp_path):
 # Files of a user are not touched
 
 
+LAYOUT = re.findall(r"^        (?=\S)(.+?)  ", run_folder.__doc__, re.MULTILINE)
+NAMES = [name for line in LAYOUT for name in line.replace(", ...", "").split(", ")]
+FILES = [name for name in NAMES if not name.endswith("/")]
+FOLDERS = [name.rstrip("/") for name in NAMES if name.endswith("/")] + ["checkpoints"]
+"""All names in a run folder."""
+
+
+def test_no_link_in_a_run_folder_is_followed_to_write(tmp_path, monkeypatch, capfd):
+    """What launcher, report and hang watch write, for each name of the layout."""
+    run, theirs = tmp_path / "run", tmp_path / "theirs"
+    monkeypatch.setenv("RANK", "0")
+    for folder in (run, theirs):
+        folder.mkdir()
+    for name in FILES:
+        (theirs / name).write_text("theirs")
+        (run / name).symlink_to(theirs / name)
+    launcher = SimpleNamespace(job=SimpleNamespace(config=SimpleNamespace(output_dir=run)))
+    event = {"stalled": 1.0, "watched": 30.0}
+    watch = HangWatch(60, str(run))
+
+    def lock():
+        with RunLock(run):
+            assert (run / "run.lock").exists()
+
+    writers = {
+        "metrics.jsonl": lambda: JsonlSink(0, RunLock(run), UsefulTime().add).log("train", {}),
+        "launches.jsonl": lambda: note_attempt(run, {"started": 1.0}, ""),
+        "stalls.jsonl": lambda: Attempt.handle_event(launcher, SimpleNamespace(host="a"), event),
+        "collectives_0": watch._record,
+        "report.html": lambda: replace_text(run / "report.html", report_page([run])),
+        "run.lock": lock,
+    }
+    for name, write in writers.items():
+        write()
+        assert not (run / name).is_symlink(), name
+    watch.close()
+    # The trainer writes these (test_only_the_runs_own_names_are_touched), and requests are removed.
+    assert {*FILES} - {*writers} == {
+        "resolved_config.yaml", "resolved_ds_config.json", "stop", "save_now", "profile_now",
+    }  # fmt: skip
+    assert all((theirs / name).read_text() == "theirs" for name in FILES)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_of_a_run_that_is_a_link_is_refused(tmp_path, name):
+    (tmp_path / name).symlink_to(tmp_path.parent)
+    refused(
+        f"output_dir: {tmp_path / name} is a link ... ; remove the link", refuse_links, tmp_path
+    )
+    (tmp_path / name).unlink()
+    refuse_links(tmp_path)
+
+
 def test_only_the_runs_own_names_are_touched(forks, tiny_config, tmp_path):
     config = tiny_config(
         train__steps=5, checkpoint={"every_steps": 1, "keep_last": 2}
@@ -67,10 +129,13 @@ def test_only_the_runs_own_names_are_touched(forks, tiny_config, tmp_path):
         file.parent.mkdir(parents=True)
         file.write_text("mine")
     kept_elsewhere = tmp_path / "elsewhere"
-    target = tmp_path / "important.yaml"
-    target.write_text("mine")
-    (tmp_path / "run" / "resolved_config.yaml").symlink_to(target)
+    targets = [tmp_path / name for name in FILES]
+    for target in targets:
+        target.write_text("mine")
+        if target.name != "run.lock":
+            (tmp_path / "run" / target.name).symlink_to(target)
     for _ in range(2):
+        (tmp_path / "run" / "stop").unlink(missing_ok=True)
         (tmp_path / "run" / "stop").touch()  # after one step
         forks.finish(config)
     (folder / "step_00000001").rename(kept_elsewhere)
@@ -83,12 +148,15 @@ def test_only_the_runs_own_names_are_touched(forks, tiny_config, tmp_path):
     assert f"resuming from {folder}/step_00000002: step 2" in finished.output
     steps = [int(path.name[-1]) for path in list_complete(folder)]
     assert steps == [2, 4, 5], "the run resumed from step 2"
-    assert all(file.read_text() == "mine" for file in [*mine, target])
+    assert all(file.read_text() == "mine" for file in [*mine, *targets])
     assert (kept_elsewhere / "COMPLETE").exists() and (folder / ".step_00000009.tmp").is_symlink()
     assert not draft.is_symlink() and not (folder / "step_00000001").is_symlink()
     draft.mkdir()  # as a killed save leaves it; it goes although the next run has nothing to save
     forks.finish(config)
     assert not draft.exists()
+    folder.rename(tmp_path / "checkpoints")
+    folder.symlink_to(tmp_path / "checkpoints")
+    assert f"{folder} is a link" in forks.refusal(config)
 
 
 def test_a_new_folder_is_whole_or_missing_and_replaces_no_file(tmp_path, monkeypatch):

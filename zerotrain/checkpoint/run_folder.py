@@ -11,18 +11,21 @@
         profile/                        traces of rank 0
         stalls.jsonl                    when a host did not run, as its launcher saw it
         collectives_0, ...              the last collectives of each rank, after a hang
-        wandb/                          what W&B writes, if it is on
+        wandb/, tensorboard/            what trackers write, if they are on
         checkpoints/
             step_00001000/              complete if it has COMPLETE, which is written last
             .step_00001000.ID.tmp       being written or removed; ID has 32 hexadecimal digits
 
 Only exactly these names are ever read, renamed or removed. Anything else in the folder belongs to
-the user. Removing a link does not touch its target.
+the user. No link is followed to write: a link in the place of a file is removed, which does not
+touch its target; a link in the place of a folder is an error.
 """
 
 import re
 import shutil
 from pathlib import Path
+
+from zerotrain.runtime.errors import UserError
 
 METRICS = "metrics.jsonl"
 LOCK = "run.lock"
@@ -44,6 +47,19 @@ SAVE = rf"{STEP}\.[0-9a-f]{{32}}"
 
 def checkpoints_folder(output_dir: str | Path) -> Path:
     return Path(output_dir) / "checkpoints"
+
+
+def refuse_links(output_dir: str | Path) -> None:
+    """Raise UserError if a folder in the run folder is a link, as in a copied run folder: a run
+    would write and remove files behind it.
+    """
+    for name in ("checkpoints", "profile", "wandb", "tensorboard"):
+        path = Path(output_dir, name)
+        if path.is_symlink():
+            raise UserError(
+                f"output_dir: {path} is a link, which a run does not follow; remove the link, move "
+                "its target there, or choose an output_dir on the disk of the target"
+            )
 
 
 def checkpoint_name(step: int) -> str:

@@ -9,7 +9,12 @@ from pathlib import Path
 from textwrap import shorten
 
 from zerotrain.checkpoint.manifest import find_problems, inspect, read_manifest
-from zerotrain.checkpoint.run_folder import TRAINER_STATE, checkpoints_folder, list_checkpoints
+from zerotrain.checkpoint.run_folder import (
+    TRAINER_STATE,
+    checkpoints_folder,
+    list_checkpoints,
+    refuse_links,
+)
 from zerotrain.checkpoint.state import FOLLOWS_PLAN, Progress, RunIdentity, read_state
 from zerotrain.config.schema import Config
 from zerotrain.data.data_plan import DataPlan, continue_plan
@@ -43,6 +48,7 @@ def find_start(config: Config, identity: RunIdentity, plan: DataPlan, ranks: Ran
             rest of the epoch cannot be determined.
     """
     folder = checkpoints_folder(config.output_dir)
+    ranks.run_on_all(lambda: refuse_links(config.output_dir))
     # A node that has joined may have a disk of its own, and must try the same checkpoints.
     names = ranks.gather_json([path.name for path in list_checkpoints(folder)])
     candidates = [folder / name for name in sorted(set(chain(*names)), reverse=True)]

@@ -29,6 +29,7 @@ from zerotrain.runtime.errors import (
     UserError,
     exit_on_error,
 )
+from zerotrain.runtime.files import append_line
 from zerotrain.tools.launches import note_attempt
 from zerotrain.tools.records import STALLS
 
@@ -267,8 +268,8 @@ class Attempt:
             if self.job.config is not None:
                 record = {"time": time.time(), "host": source.host, "stalled_seconds": stalled}
                 # This machine may not share the run's disk.
-                with suppress(OSError), Path(self.job.config.output_dir, STALLS).open("a") as file:
-                    file.write(json.dumps(record) + "\n")
+                with suppress(OSError):
+                    append_line(Path(self.job.config.output_dir, STALLS), record)
             return
         if "failed" not in event:
             source.greeting = event

@@ -1,11 +1,13 @@
 """Write files and folders whole or not at all, and read text files of strangers."""
 
 import glob
+import json
 import os
 import stat
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from zerotrain.runtime.errors import UserError, describe
 
@@ -46,6 +48,22 @@ def replace_text(path: Path, text: str | Iterable[str]) -> None:
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def open_to_append(path: Path, buffering: int = -1) -> BinaryIO:
+    """Open a file of a run folder to append bytes. If `path` is a link, the link is removed and its
+    target remains: a copied run folder may be a stranger's.
+    """
+    if path.is_symlink():
+        path.unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+    return os.fdopen(os.open(path, flags, 0o666), "ab", buffering)
+
+
+def append_line(path: Path, record: Mapping[str, Any]) -> None:
+    """Append a record to a file of JSON lines in a run folder."""
+    with open_to_append(path) as file:
+        file.write(json.dumps(record).encode() + b"\n")
 
 
 def read_text(file: str, key: str = "") -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from torch._C import _distributed_c10d as c10d
 
 from zerotrain.runtime.errors import rank_prefix
+from zerotrain.runtime.files import replace_text
 
 
 class HangWatch:
@@ -46,7 +47,7 @@ class HangWatch:
     def _record(self) -> None:
         """Write this rank's last collectives, of gloo and of NCCL, as torch has recorded them."""
         dumps = [getattr(c10d, name)() for name in dir(c10d) if name.endswith("_trace_json")]
-        self._file.write_bytes(b"\n".join([rank_prefix().encode(), *dumps]))
+        replace_text(self._file, b"\n".join([rank_prefix().encode(), *dumps]).decode())
         command = f"python -m scripts.who_waits {self._file.parent}\n"
         print(f"which rank do they wait for? {command}", end="")  # one write: ranks share the pipe
 

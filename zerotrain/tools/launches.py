@@ -15,7 +15,7 @@ from typing import Any
 
 from zerotrain.checkpoint.manifest import stat_inside
 from zerotrain.checkpoint.run_folder import METRICS
-from zerotrain.runtime.files import MAX_TEXT_BYTES
+from zerotrain.runtime.files import MAX_TEXT_BYTES, append_line
 from zerotrain.tracking.metrics import parse_record
 
 LAUNCHES = "launches.jsonl"
@@ -26,8 +26,7 @@ def note_attempt(folder: Path, times: dict[str, float], cause: str) -> None:
     """Append the line of an attempt that has just ended on all hosts."""
     with suppress(OSError):
         line = {**times, "ended": time.time(), "cause": cause, **last_step(folder / METRICS)}
-        with (folder / LAUNCHES).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        append_line(folder / LAUNCHES, line)
 
 
 def last_step(metrics: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from zerotrain.checkpoint.lock import RunLock
 from zerotrain.checkpoint.manifest import stat_inside
 from zerotrain.checkpoint.run_folder import METRICS
 from zerotrain.runtime.errors import UserError, describe
-from zerotrain.runtime.files import replace_text
+from zerotrain.runtime.files import open_to_append, replace_text
 
 BUFFER_BYTES = 1 << 24
 # Enough for millions of steps, or for 200,000 steps of 4,096 ranks.
@@ -112,7 +112,7 @@ class JsonlSink:
         kept = (record for record in records if record["step"] <= first_step)
         replace_text(path, (json.dumps(add(record["kind"], record)) + "\n" for record in kept))
         # After a failed flush the buffer keeps its content for the next one.
-        self._file = path.open("ab", buffering=BUFFER_BYTES)
+        self._file = open_to_append(path, BUFFER_BYTES)
         self._lock = lock
 
     def log(self, kind: str, values: dict[str, Any]) -> None:
