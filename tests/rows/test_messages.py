@@ -164,8 +164,8 @@ a refusal in place of an answer:
 a refusal among the parts, and a system column as in the messages:
 - system: Be brief.
   messages:
-  - {role: system, content: Be brief.}
-  - *question
+  - {role: system, content: [{type: text, text: Be brief.}]}
+  - {role: user, content: [{type: text, text: "1+1?"}]}
   - {role: assistant, content: [{type: refusal, refusal: I cannot.}]}
 - messages
 - messages:
