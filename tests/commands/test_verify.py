@@ -135,6 +135,12 @@ def test_a_prompt_that_training_has_never_seen(tiny_config, tmp_path):
         data__train_sources=[rows],
     )  # fmt: skip
     assert "requests give" in check_requests(calls), "arguments as JSON"
+    thoughts = [row[0], {"role": "assistant", "content": "2", "thinking": "easy"}] * 2
+    write_rows(rows, [{"messages": thoughts}] * 20)
+    for key in ("reasoning", "reasoning_content", "thinking"):
+        thought = f"{{{{ m.{key} }}}}{{{{ m.content }}}}"
+        template.write_text(TEMPLATE.replace("PROMPT", "").replace("{{ m.content }}", thought, 1))
+        assert "requests give" in check_requests(calls), key
     template.write_text(TEMPLATE.replace("PROMPT", "<think>"))
     with pytest.raises(VerificationFailed, match=r"jsonl:1: the prompt of message \d: token"):
         check_requests(config)

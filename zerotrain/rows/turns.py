@@ -176,6 +176,14 @@ def with_arguments_as_text(messages: list[JsonObject]) -> list[JsonObject]:
     return json.loads(json.dumps(messages), object_hook=changed)
 
 
+def with_reasoning(messages: list[JsonObject]) -> list[JsonObject]:
+    """Return messages that have their reasoning_content also as reasoning, which servers add and
+    some templates read. transformers adds the other names.
+    """
+    key = "reasoning_content"
+    return [{"reasoning": m[key], **m} if key in m else m for m in messages]
+
+
 class Template(NamedTuple):
     """A chat template and the tools that it renders."""
 
@@ -194,14 +202,9 @@ class Template(NamedTuple):
         Raises:
             BadRow: the template raises an exception.
         """
-        # transformers gives reasoning_content all names that templates have for it, but for one.
-        named = [
-            {"reasoning": m["reasoning_content"], **m} if "reasoning_content" in m else m
-            for m in messages
-        ]
         try:
             [text], blocks = render_jinja_template(
-                conversations=[named],
+                conversations=[with_reasoning(messages)],
                 tools=json.loads(self.tools),
                 chat_template=self.source,
                 add_generation_prompt=prompt,

@@ -27,7 +27,7 @@ from zerotrain.data.data_plan import DataPlan
 from zerotrain.model.load import DTYPES
 from zerotrain.rows.messages import canonical_row
 from zerotrain.rows.sources import BadRow, is_cache, parse_row, read_rows
-from zerotrain.rows.turns import FIXED_DATE, with_arguments_as_text
+from zerotrain.rows.turns import FIXED_DATE, with_arguments_as_text, with_reasoning
 from zerotrain.tools import ask_export
 
 SAMPLED_ROWS = 20
@@ -156,6 +156,7 @@ def _requests(row: dict[str, Any], supervise: str) -> Iterator[tuple[str, dict[s
         yield "its text", {"text": row["prompt"] or row["completion"]}
         return
     messages = [{k: v for k, v in message.items() if k != "weight"} for message in row["messages"]]
+    messages = with_reasoning(messages)
     parts = {
         f"the prompt of message {i + 1}": i for i in supervised_answers(row["messages"], supervise)
     }
