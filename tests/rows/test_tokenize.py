@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import errno
 import fcntl
+import gzip
 import json
 import multiprocessing
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from harness.cures import refused
@@ -31,8 +33,10 @@ from zerotrain.data.cache import hold_out, open_cache
 from zerotrain.data.caches import make_missing_caches, open_caches
 from zerotrain.model.tokenizer import load_tokenizer
 from zerotrain.rows.chat_template import set_chat_template
-from zerotrain.rows.sources import read_rows
+from zerotrain.rows.fixes import explained
+from zerotrain.rows.sources import BadRow, RawRow, read_rows
 from zerotrain.rows.tokenize import make_caches
+from zerotrain.runtime.errors import UserError
 
 
 def data_config(tmp_path, rows, on_bad_row="error", **changes):
@@ -131,14 +135,69 @@ spans: {messages: [*user, {<<: *bad, train_detail: [{train: false}]}, *user, *go
 weights: {messages: [*user, {<<: *bad, loss: 1.5}, *user, {<<: *good, loss: 1}]}
 a recorded loss: {messages: [*user, {<<: *good, loss: 0.3}]}
 a user's weight: {messages: [{<<: *user, train: true}, *good, *user, {<<: *bad, train: 0}]}
+history: {instruction: p, input: "", output: good, history: [[p, good]], system: s}
+choices: {prompt: p, completion: good, choices: [a, b]}
+pairs: {conversation: [{human: p, assistant: good}, {human: p, assistant: good}]}
+texts: {conversations: [p, good, p, good], source: LIMA}
+a number as content: {messages: [*user, {role: assistant, content: 4}]}
+a result that is an object: {messages: [*user, *good, {role: tool, content: {a: 1}}, *good]}
+tools of a message:
+  messages: [{role: system, content: s, tools: [{name: f, parameters: {}}]}, *user, *good]
+Anthropic:
+  messages:
+  - {role: user, content: [{type: text, text: p}]}
+  - role: assistant
+    content: [&said {type: text, text: good}, {type: tool_use, id: c1, name: f, input: {a: 1}}]
+  - {role: user, content: [{type: tool_result, tool_use_id: c1, content: [{type: text, text: r}]}]}
+  - {role: assistant, content: [*said]}
+OpenAI's responses:
+  instructions: s
+  input: p
+  output:
+  - {type: function_call, call_id: c1, name: f, arguments: '{"a": 1}'}
+  - {type: function_call_output, call_id: c1, output: r}
+  - {type: message, role: assistant, content: [{type: output_text, text: good, logprobs: [1]}]}
+axolotl's segments:
+  segments: [{label: false, text: p}, {label: true, text: good}, {label: false, text: p}]
+LLaMA-Factory v1:
+  messages:
+  - {role: user, content: [{type: text, value: p}], loss_weight: 0.0}
+  - role: assistant
+    loss_weight: 1.0
+    content:
+    - {type: text, value: good}
+    - {type: tool_call, value: '{"name": "f", "arguments": {"a": 1}}'}
+  - {role: tool, content: [{type: text, value: r}], loss_weight: 0.0}
+  - {role: assistant, content: [{type: text, value: good}], loss_weight: 1.0}
+HH-RLHF:
+  chosen: "\\n\\nHuman: p\\n\\nAssistant: good\\n\\nHuman: p\\n\\nAssistant:good"
+  rejected: "\\n\\nHuman: p\\n\\nAssistant: bad"
 """)
+CALL = '{"name": "f", "arguments": {"a": 1}}'
+TRAINED = {  # what is trained of a row of MENDED, unless it is "good"
+    "history": "goodgood", "pairs": "goodgood", "texts": "goodgood", "a number as content": "4",
+    "a result that is an object": "goodgood", "Anthropic": f"good{CALL}good",
+    "OpenAI's responses": f"{CALL}good", "LLaMA-Factory v1": f"good{CALL}good",
+    "HH-RLHF": "goodgood",
+}  # fmt: skip
+TABLE = {"prompt": ["p", "p"], "completion": ["a", "b"]}
+LISTED = [dict(zip(TABLE, values, strict=True)) for values in zip(*TABLE.values(), strict=True)]
+IN_ONE = {  # all rows of a file as one value
+    "DataFrame.to_json": {key: dict(enumerate(values)) for key, values in TABLE.items()},
+    "its orient index": dict(enumerate(LISTED)),
+    "its orient split": {"columns": [*TABLE], "index": [0, 1], "data": [["p", "a"], ["p", "b"]]},
+    "Dataset.to_dict": TABLE,
+    "a key of all rows": {"version": "1", "data": LISTED},
+    "the hub's API": {"rows": [{"row": row} for row in LISTED]},
+}
+MASKED = [GOOD[0], {**GOOD[1], "content": "bad", "masked": 1}, GOOD[0], {**GOOD[1], "masked": 0}]
 CURES = {  # the file as it is, and the answers that are left after the command of the message
     "several lines": ((json.dumps(SHORT, indent=1) * 2).encode(), ["ccccc", "ccccc"]),
     "commas": (b"%s,\n%s,} " % (as_lines([SHORT]), as_lines([SHORT])[:-1]), ["ccccc", "ccccc"]),
     "Python": (f"{SHORT}\n{SHORT}".encode(), ["ccccc", "ccccc"]),
     "Python in CSV": (f'id,messages\n[1],"{GOOD}"'.encode(), ["good"]),
     "UTF-16": (json.dumps(SHORT).encode("utf-16"), ["ccccc"]),
-    "UTF-16 CSV": ("prompt,completion\r\np,é\r\n".encode("utf-16"), ["é"]),
+    "UTF-16 in CSV": ("prompt,completion\r\np,é\r\n".encode("utf-16"), ["é"]),
     "semicolons in CSV": (b'prompt;completion\r\n"p;";"c\n"\r\n', ["c\n"]),
     "tabs in CSV": (b'prompt\tcompletion\np\t"c\t"""\n', ['c\t"']),
     "quotes in TSV": (b'prompt\tcompletion\np\t"""c"" d"\n', ['"c" d']),
@@ -148,25 +207,64 @@ CURES = {  # the file as it is, and the answers that are left after the command 
     "labels": (as_lines(JUDGED), ["is True", "is 1"]),
     "a judgment": (as_lines([{**SHORT, "skip": 0}, {**LONG, "skip": 1}]), ["ccccc"]),
     "masks of rows": (as_lines([{**SHORT, "mask": 0}, {**LONG, "mask": 1}]), ["ccccc"]),
-    **{case: (as_lines([row]), ["good"]) for case, row in MENDED.items()},
+    "a number": (as_lines([{**SHORT, "completion": n} for n in (4, True)]), ["4", "true"]),
+    "an image": (as_lines([{"messages": GOOD, "image": i} for i in ("x.jpg", None)]), ["good"]),
+    "a part with an image": (
+        as_lines(
+            {"messages": [{"role": "user", "content": [{"type": kind, "text": "p"}]}, GOOD[1]]}
+            for kind in ("image_url", "text")
+        ),
+        ["good"],
+    ),
+    **{case: (as_lines([row]), [TRAINED.get(case, "good")]) for case, row in MENDED.items()},
+    **{f"{c} in JSON": (json.dumps(o, indent=1).encode(), ["a", "b"]) for c, o in IN_ONE.items()},
+    "one line in JSON": (json.dumps(TABLE).encode(), ["a", "b"]),
+    "labels in a list in JSON": (json.dumps(JUDGED).encode(), ["is True", "is 1"]),
+    "labels in CSV": (b"prompt,completion,label\np,good,1\np,bad,0\n", ["good"]),
+    "labels in Parquet": (JUDGED[1:3], ["is 1"]),
+    "turns in Parquet": ([{"messages": json.dumps(MASKED)}], ["good"]),
+    "turns in Arrow": ([{"messages": MASKED}], ["good"]),
+    "turns as text": (as_lines([{"messages": json.dumps(MASKED)}]), ["good"]),
+    "turns in GZ": (gzip.compress(as_lines([{"messages": MASKED}])), ["good"]),
 }
+WRITES = (
+    "{{ tools | tojson if tools }}{% for m in messages if m.role != 'developer' %}<|{{ m.role }}|>"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def write_file(file, content):
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+        return
+    table = pa.Table.from_pylist(content)
+    if file.suffix == ".parquet":
+        pq.write_table(table, file)
+    else:
+        with pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
 
 
 @pytest.mark.skipif(not shutil.which("jq"), reason="needs jq")
 @pytest.mark.parametrize("case", CURES)
 def test_the_command_that_a_message_names_mends_the_file(tmp_path, sample_tokenizer, case):
     content, answers = CURES[case]
-    no_developer = "{% set messages = messages | rejectattr('role', 'eq', 'developer') | list %}"
-    tokenizer = tokenizer_with(sample_tokenizer, no_developer + sample_tokenizer.chat_template)
-    extension = case[-3:].lower() if case.endswith(("CSV", "TSV")) else "jsonl"
-    file = tmp_path / f"own.{extension}"
-    config = data_config(tmp_path, [], train_sources=[str(tmp_path / "own.*")])
-    file.write_bytes(content)
+    tokenizer = tokenizer_with(sample_tokenizer, WRITES)
+    kind = case.rpartition(" in ")[2].lower()
+    extensions = {"gz": "jsonl.gz"} | {k: k for k in ("csv", "tsv", "json", "parquet", "arrow")}
+    file = tmp_path / f"own.{extensions.get(kind, 'jsonl')}"
+    config = data_config(tmp_path, [], train_sources=[str(tmp_path / "own.*")], max_length=500)
+    write_file(file, content)
     message = refused(" > NEW", partial(tokenize, config), tokenizer)
-    found = re.search(r"((?:jq|iconv|sed|python3) ['-].*?) OLD[.a-z]* > NEW(\.[a-z]+)?", message)
-    command = found[1].replace('"ROLE"', '"assistant"').replace('"VALUE TO TRAIN ON"', "0")
-    command = command.replace("NAME", "score")
-    mended = subprocess.run(f"{command} {file}", shell=True, capture_output=True, check=True)
+    if found := re.search("first (gzip -d .*?); ", message):
+        subprocess.run(found[1], shell=True, check=True)
+        file = file.with_suffix("")
+    found = re.search(r"((?:jq|iconv|sed|python3?) ['-].*?) > NEW(\.[a-z]+)?", message)
+    command = found[1].replace('"ROLE"', '"assistant"').replace("VALUE TO TRAIN ON", "0")
+    command = re.sub(r"\bOLD[.a-z]*", str(file), command.replace("NAME", "score"))
+    command = command.replace("python -m", f"{sys.executable} -m")
+    mended = subprocess.run(command, shell=True, capture_output=True, check=True, cwd=REPO)
     file.unlink()
     file.with_suffix(found[2] or file.suffix).write_bytes(mended.stdout)
     data = tokenize(config, tokenizer)
@@ -175,6 +273,57 @@ def test_the_command_that_a_message_names_mends_the_file(tmp_path, sample_tokeni
         for ids, mask in data.fetch(range(len(data)))
     ]
     assert texts == answers
+
+
+def test_a_command_for_a_hub_data_set_loads_it_first(tmp_path):
+    write_rows(tmp_path / "train.jsonl", JUDGED[1:3])
+    raw = RawRow(f"{tmp_path}:train", 1, json.dumps(JUDGED[1]))
+    line = explained(BadRow("", "jq -c 'select(.label == 1)' OLD.jsonl > NEW.jsonl"), raw, {})
+    command = line.replace("python -c", f"{sys.executable} -c")
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path, capture_output=True)
+    assert json.loads((tmp_path / "NEW.jsonl").read_text())["label"] == 1
+
+
+LINES = {  # the setting that a message names, and the row
+    "columns: {prompt: question, completion: answer}": {"question": "p", "answer": 4},
+    "columns: {completion: response}": {"prompt": "p", "response": "good"},
+    "columns: {output: response, input: context}": {
+        "instruction": "p", "context": "", "response": "good"
+    },
+    "columns: {instruction: question, output: answer, input: context}": {
+        "question": "p", "answer": "good", "context": "c"
+    },
+    "columns: {messages: dialogue}": {"dialogue": GOOD},
+    "columns: {text: content}": {"content": "good", "id": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("named", LINES)
+def test_the_columns_that_a_message_names_read_the_row(tmp_path, build, named):
+    row = LINES[named]
+    refused(f"set {named} of the source", build, [row])
+    columns = yaml.safe_load(f"{{{named}}}")["columns"]
+    file = str(tmp_path / "rows.jsonl")
+    if row.get("answer") == 4:
+        with pytest.raises(UserError, match=r'jq -c ..."answer" . numbers'):
+            build([row], train_sources=[Source(file, columns=columns)])
+        row = {**row, "answer": "4"}
+    build([row], train_sources=[Source(file, columns=columns)])
+
+
+def test_keys_that_answers_may_refer_to_are_not_ignored(build):
+    for row in (
+        {**SHORT, "history": "a"},
+        {"messages": GOOD, "documents": ["a"]},
+        {"messages": GOOD, "images": ["a"]},
+        {"messages": [{**GOOD[0], "choices": ["a", "b"]}, GOOD[1]]},
+    ):
+        assert "ignore_keys" not in refused("rows.jsonl:1: ", build, [row])
+    for row, named in (
+        ({"messages": []}, "'messages' is empty"),
+        ({"text": None}, "all its values are null"),
+    ):
+        refused(named, build, [row])
 
 
 def test_the_cache_is_reused_and_keyed_by_what_matters(tmp_path, sample_tokenizer):

@@ -118,25 +118,34 @@ CHOSEN = (
     'else .completion = $it end | with_entries(select(.key | test("chosen|reject") | not))'
 )
 # A jq program that keeps the rows with some value of a key.
-KEEP = 'select(KEY | IN("VALUE TO TRAIN ON")) | del(KEY)'
+KEEP = 'select(KEY | tostring | IN("VALUE TO TRAIN ON")) | del(KEY)'
 # Patterns of other keys that may exclude a row from training, each with a jq program that keeps the
 # rows to train on.
 MARKS = {
     "chosen|rejected_response|rejected_messages": CHOSEN,
-    "|".join([*WEIGHT_KEYS, "label", "kto_tag"]): "select(KEY | IN(1, true)) | del(KEY)",
+    "|".join([*WEIGHT_KEYS, "label", "kto_tag"]): (
+        'select(KEY | tostring | ascii_downcase | IN("1", "1.0", "true")) | del(KEY)'
+    ),
     "(.*_|.*(?=[A-Z])|)(?i:loss|train|mask|weight|supervi|ignore|label|kto|chosen|reject).*": KEEP,
 }
 # A jq program that turns such a key of turns into their weight.
 AS_WEIGHT = (
     "(.[] | arrays[] | objects | select(KEY != null)) |= "
-    '((KEY | IN("VALUE TO TRAIN ON")) as $trained | del(KEY) | .weight = $trained)'
+    '((KEY | tostring | IN("VALUE TO TRAIN ON")) as $trained | del(KEY) | .weight = $trained)'
 )
 ONE_ROW_EACH = "if it lists the values of all rows, write a row for each of them"
 PYTHON_CELL = (
-    "if it is Python's text of a list, write the file again as Parquet or JSONL; or, if there are "
-    "commas between the objects: python3 -c 'import ast, csv, json, sys; csv.field_size_limit("
-    '10**8); [print(json.dumps({k: ast.literal_eval(v) if v[:2] in ("[{", "[]") else v for k, v in '
-    'row.items()})) for row in csv.DictReader(open(sys.argv[1], newline=""))]\' OLD.csv > NEW.jsonl'
+    "if it is Python's text of a list: python -m scripts.to_jsonl --python OLD > NEW.jsonl (there "
+    "must be commas between the objects)"
+)
+# Keys that the rest of a row may refer to.
+REFERRED = re.compile(
+    "(.*_)?(history|contexts?|passages?|documents?|choices|options|tools|functions)(_.*)?", re.I
+)
+# A jq program that writes such a key before the prompt.
+IN_PROMPT = (
+    'PROMPT = ([(KEY | if type == "array" then map(tostring) | join("\\n") else tostring end), '
+    'PROMPT] | join("\\n\\n")) | del(KEY)'
 )
 
 
@@ -154,6 +163,8 @@ def detect_format(row: JsonObject) -> str:
         "columns: {our key: key in the file} of a source renames keys; in CSV the first line has "
         "the keys, separated by commas (.tsv: by tabs)"
     )
+    if not row:
+        raise BadRow("no row format", "all its values are null; remove the row")
     raise BadRow(
         "no row format",
         f"unknown row format: it has the keys {', '.join(sorted(row))}, but needs input_ids, "
@@ -530,6 +541,14 @@ def _fix(extra: JsonObject, known: set[str], is_row: bool) -> str:
                     f"{key} may exclude rows or turns from training; keep the rows to train on, or "
                     f"give turns a weight, 0 or 1: {select(key, command)}"
                 )
+    if referred := next(filter(REFERRED.fullmatch, extra), None):
+        fix = f"{referred} is unknown, and the answers may refer to it; write it into the prompt"
+        if prompt := next((k for k in ("instruction", "prompt") if is_row and k in known), None):
+            program = IN_PROMPT.replace("PROMPT", f".{prompt}")
+            fix += f": jq -c '{program.replace('KEY', f'.{_jq(referred)}')}' OLD.jsonl > NEW.jsonl"
+        if is_row and known != {"text"} and "system" not in known and referred in TOOL_KEYS:
+            fix = f"{referred} need a chat template: data.as_chat: true"
+        return fix
     names = yaml.safe_dump([*extra], default_flow_style=True, allow_unicode=True, width=math.inf)
     fix = f"unknown: {', '.join(extra)}; find out what it means; "
     # A number or a word may be a judgment, such as is_correct or status.
@@ -538,8 +557,8 @@ def _fix(extra: JsonObject, known: set[str], is_row: bool) -> str:
     fix += f"data.ignore_keys: {names.strip()} trains on the rest"
     if is_row:
         fix += ", columns: {our key: key in the file} of the source renames keys"
-    if is_row and known != {"text"} and {"system", *TOOL_KEYS} & {*extra}:
-        fix += "; system and tools need a chat template: data.as_chat: true"
+    if is_row and known != {"text"} and "system" in extra:
+        fix += "; system needs a chat template: data.as_chat: true"
     return fix
 
 
@@ -559,6 +578,8 @@ def _objects(mapping: JsonObject, key: str) -> list[JsonObject]:
     """Return a list of objects. In the row it may be one object, and JSON in strings."""
     value = parsed(mapping.get(key))
     value = [*map(parsed, value)] if isinstance(value, list) else [value]
+    if mapping.get(key) in (None, "", []):
+        raise BadRow("wrong type", f"{key!r} is empty; write it, or remove the row")
     if not all(isinstance(v, dict) for v in value):
         fix = PYTHON_CELL if isinstance(mapping.get(key), str) else ONE_ROW_EACH
         raise BadRow("wrong type", f"{key!r} is not a list of objects or its JSON; {fix}")

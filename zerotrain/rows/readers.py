@@ -98,7 +98,7 @@ def _object(pairs: Iterable[tuple[str, Any]]) -> JsonObject:
     return found
 
 
-def _open_text(file: str) -> io.TextIOWrapper:
+def open_text(file: str) -> io.TextIOWrapper:
     """Open a text file, decompressed according to its extension."""
     import pyarrow
 
@@ -110,9 +110,15 @@ def _open_text(file: str) -> io.TextIOWrapper:
     return io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="\n")
 
 
+def begins_list(file: str) -> bool:
+    """Return whether a text file is one JSON list."""
+    with open_text(file) as stream:
+        return stream.read(TEXT_AT_ONCE).lstrip().startswith("[")
+
+
 def _lines(file: str) -> Iterator[str]:
     """Yield the lines of a text file, each cut to MAX_LINE_CHARACTERS."""
-    with _open_text(file) as stream:
+    with open_text(file) as stream:
         while line := stream.readline(MAX_LINE_CHARACTERS):
             rest = line  # read and drop the text over the limit
             while rest and not rest.endswith("\n"):
@@ -122,7 +128,7 @@ def _lines(file: str) -> Iterator[str]:
 
 def _read_json(file: str) -> Iterator[Row]:
     """Yield the lines of a file or, if it begins with `[`, the elements of the list."""
-    with _open_text(file) as stream:
+    with open_text(file) as stream:
         text = stream.read(TEXT_AT_ONCE)
         if not text.lstrip().startswith("["):
             for number, line in enumerate(_lines(file), start=1):

@@ -33,6 +33,7 @@ from zerotrain.data.caches import NOT_OF_TOKENS, cache_of, check_of, link_of, se
 from zerotrain.model.tokenizer import load_tokenizer
 from zerotrain.rows.chat_template import set_chat_template
 from zerotrain.rows.describe import describe_examples
+from zerotrain.rows.fixes import explained
 from zerotrain.rows.messages import detect_format
 from zerotrain.rows.render import cut_to_length, tokenize_row
 from zerotrain.rows.sources import (
@@ -269,7 +270,7 @@ def tokenize_batch(
             pieces, outcomes = cut_to_length(tokens.ids, tokens.weights, config)
         except BadRow as error:
             if source.on_bad_row == "error":
-                raise _refused(raw, error) from error
+                raise _refused(raw, error, source) from error
             counts["rejected", error.reason] += 1
             text = raw.text[:SHOWN_CHARACTERS]
             line = {
@@ -277,7 +278,7 @@ def tokenize_batch(
                 "place": raw.place,
                 "text": text,
                 "reason": error.reason,
-                "problem": str(error),
+                "problem": explained(error, raw, source.columns),
             }
             rejected.append(json.dumps(line) + "\n")
             continue
@@ -303,9 +304,10 @@ def tokenize_batch(
     return pa.RecordBatch.from_pylist(examples, WEIGHTED), counts, rejected
 
 
-def _refused(raw: RawRow, error: BadRow) -> UserError:
+def _refused(raw: RawRow, error: BadRow, source: Source) -> UserError:
+    problem = explained(error, raw, source.columns)
     return UserError(
-        f"{raw.file}:{raw.place}: {error}: {raw.text[:SHOWN_CHARACTERS]!a} "
+        f"{raw.file}:{raw.place}: {problem}: {raw.text[:SHOWN_CHARACTERS]!a} "
         "(a source {path: FILE, on_bad_row: skip} leaves such rows out)"
     )
 
@@ -384,7 +386,7 @@ def _format_of(source: Source, config: DataConfig) -> str:
             return detect_format(parse_row(raw, source.columns, config.ignore_keys))
         except BadRow as error:
             if source.on_bad_row == "error":
-                raise _refused(raw, error) from error
+                raise _refused(raw, error, source) from error
             problem = f"no row has a known format; line {raw.place}: {error}"
     raise UserError(f"{name_of(source)}: {problem}")
 
