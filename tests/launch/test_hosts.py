@@ -340,6 +340,7 @@ def test_every_rank_gets_command_environment_and_devices_as_they_are(hosts, tmp_
             "RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": "3",
             "LOCAL_WORLD_SIZE": str(len(devices.split(","))), "CUDA_VISIBLE_DEVICES": devices,
             "WANDB_API_KEY": "s3cret-1", "MY_PASSWORD": "s3cret-2", "MINE": "a $b",
+            "MLFLOW_TRACKING_TOKEN": "s3cret-3",
             "MASTER_ADDR": f"{namespaces.PREFIX}.1",  # not the address of docker0
             "GLOO_SOCKET_IFNAME": "eth0",
         }  # fmt: skip

@@ -411,8 +411,8 @@ class TrackingConfig(Section):
     """Weights & Biases. metrics.jsonl in output_dir is always written."""
 
     wandb: Literal["online", "offline", "disabled"] = "offline"
-    """online, offline (a folder that `wandb sync` uploads later) or disabled; WANDB_MODE=disabled
-    and WANDB_DISABLED=true disable it, too.
+    """online, offline (a folder that `wandb sync` uploads later) or disabled; WANDB_MODE=offline,
+    WANDB_MODE=disabled and WANDB_DISABLED=true can only make it stricter.
     """
     project: str = "deepspeed-zero"
     """Project; WANDB_ENTITY, WANDB_NAME and WANDB_TAGS name W&B's team, run and tags."""

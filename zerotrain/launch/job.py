@@ -16,7 +16,7 @@ from zerotrain.runtime.errors import UserError
 
 PREFIXES = (
     "NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_", "PYTORCH_", "TRITON_", "CUDA_", "CUBLAS_", "OMP_",
-    "HF_", "WANDB_", "DS_", "BACKUP_URL",
+    "HF_", "WANDB_", "MLFLOW_", "SWANLAB_", "TRACKIO_", "DS_", "BACKUP_URL",
 )  # fmt: skip
 """Beginnings of the names of environment variables that are always sent to the hosts."""
 

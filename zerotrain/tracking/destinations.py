@@ -11,13 +11,29 @@ import psutil
 
 from zerotrain.checkpoint.lock import RunLock
 from zerotrain.checkpoint.state import Progress
-from zerotrain.config.schema import Config
+from zerotrain.config.schema import Config, TrackingConfig
 from zerotrain.runtime.errors import UserError, describe
 from zerotrain.runtime.machine import device_name
 from zerotrain.runtime.ranks import Ranks
 from zerotrain.tracking.console import ConsoleSink
 from zerotrain.tracking.metrics import JsonlSink, Metrics
 from zerotrain.tracking.trackers import TrackerSink
+
+FALSE = ("", "0", "f", "false", "n", "no", "off")
+"""Values of WANDB_DISABLED that leave W&B on."""
+
+
+def is_wandb_off(tracking: TrackingConfig) -> bool:
+    """Return whether tracking.wandb or a variable turns W&B off, and print that a variable does.
+
+    Trainer reads WANDB_DISABLED. W&B itself no longer does.
+    """
+    variables = {name: os.environ.get(name, "") for name in ("WANDB_MODE", "WANDB_DISABLED")}
+    mode, switch = (value.lower() for value in variables.values())
+    by_variable = mode == "disabled" or switch not in FALSE
+    if by_variable and tracking.wandb != "disabled":
+        print(f"W&B is disabled by its variables, {variables}; tracking.wandb: {tracking.wandb}")
+    return by_variable or tracking.wandb == "disabled"
 
 
 def open_metrics(
@@ -42,9 +58,7 @@ def open_metrics(
             ConsoleSink(start.step, total_steps),
             JsonlSink(start.step, lock, metrics.useful_time.add),
         ]
-        environment = f"{os.environ.get('WANDB_MODE')} {os.environ.get('WANDB_DISABLED')}"
-        switches = f"{config.tracking.wandb} {environment}".lower().split()
-        if not {"disabled", "true", "1"} & {*switches}:
+        if not is_wandb_off(config.tracking):
             # Imported here, because the import takes a second.
             from zerotrain.tracking.wandb import WandbSink
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import wandb
+from pydantic import ValidationError
 
 from zerotrain.config.schema import Config
 from zerotrain.runtime.errors import EXIT_PREEMPTED, UserError, describe
@@ -23,6 +24,74 @@ INIT_SECONDS = 15
 FINISH_SECONDS = 10
 # W&B's default of 15 s loses that much, if a killed node or container takes W&B's process along.
 FLUSH_SECONDS = 2
+# W&B's modes; the later ones send less.
+MODES = ("run", "online", "shared", "dryrun", "offline", "disabled")
+SAME_MODES = {"run": "online", "dryrun": "offline"}
+DECIDED_HERE = {
+    "WANDB_MODE": "mode", "WANDB_PROJECT": "project", "WANDB_RUN_ID": "run_id",
+    "WANDB_RESUME": "resume", "WANDB_DIR": "root_dir", "WANDB_ROOT_DIR": "root_dir",
+    "WANDB_INIT_TIMEOUT": "init_timeout", "WANDB_LOGIN_TIMEOUT": "login_timeout",
+    "WANDB_FINISH_TIMEOUT": "finish_timeout",
+    "WANDB__TRANSACTION_LOG_FLUSH_INTERVAL": "x_transaction_log_flush_interval",
+}  # fmt: skip
+"""W&B's variables that WandbSink overrides, as far as W&B lets it, with the settings' names."""
+
+
+def cannot_start(error: Exception) -> UserError:
+    return UserError(
+        f"tracking: W&B cannot start: {describe(error)}; if HOME is not set, set HOME to a folder, "
+        "or set --tracking.wandb disabled"
+    )
+
+
+def own_settings() -> wandb.Settings:
+    """Return W&B's settings from its variables, and from commands such as `wandb offline`.
+
+    Raises:
+        UserError: W&B rejects a variable, or one asks for the steps of a different W&B run.
+    """
+    try:
+        settings = wandb.setup().settings.model_copy()
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = "_".join(("WANDB", *map(str, first["loc"]))).upper()
+        raise UserError(
+            f"{name}: {first['msg']}, got {first['input']!r}; correct the variable, or unset it"
+        ) from error
+    except Exception as error:
+        raise cannot_start(error) from error
+    for name in ("fork_from", "resume_from"):
+        if getattr(settings, name):
+            raise UserError(
+                f"WANDB_{name.upper()}: a run logs to a W&B run of its own; unset the variable"
+            )
+    return settings
+
+
+def stricter_mode(mode: str, given: str) -> str:
+    """Return the stricter of two modes of W&B: online, offline or disabled. Print it if it differs
+    from `mode`, which tracking.wandb gives.
+    """
+    chosen = max(mode, given, key=MODES.index)
+    chosen = "online" if chosen == "shared" else SAME_MODES.get(chosen, chosen)
+    if chosen != mode:
+        print(f"W&B is {chosen}: WANDB_MODE, or W&B's own settings, are stricter than {mode}")
+    return chosen
+
+
+def name_ignored(given: wandb.Settings, used: dict[str, Any]) -> None:
+    """Print which variables have no effect, as their settings are `used`."""
+    given.mode = SAME_MODES.get(given.mode, given.mode)
+    names = [
+        name
+        for name, key in DECIDED_HERE.items()
+        if name in os.environ and str(getattr(given, key)) != str(used[key])
+    ]
+    if names:
+        print(
+            f"W&B: {', '.join(names)} ignored: tracking.wandb, tracking.project, output_dir, the "
+            "checkpoint's id and the times in zerotrain/tracking/wandb.py take their place"
+        )
 
 
 def start_service() -> None:
@@ -56,7 +125,9 @@ class WandbSink:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         os.environ.setdefault("WANDB_SILENT", "true")
         folder = Path(config.output_dir)
-        for attempt in dict.fromkeys((config.tracking.wandb, "offline")):
+        given = own_settings()
+        mode = stricter_mode(config.tracking.wandb, given.mode)
+        for attempt in dict.fromkeys((mode, "offline")):
             try:
                 start_service()
                 self.run = wandb.init(
@@ -64,7 +135,7 @@ class WandbSink:
                     id=wandb_id,
                     resume="allow",
                     project=config.tracking.project,
-                    name=os.environ.get("WANDB_NAME", folder.name),
+                    name=given.run_name or folder.name,
                     dir=str(folder),
                     config=asdict(config),
                     settings=wandb.Settings(
@@ -77,14 +148,11 @@ class WandbSink:
                 )
                 break
             except Exception as error:  # W&B raises its own errors and several of Python's.
-                problem = describe(error)
-                if attempt == "offline":
-                    raise UserError(
-                        f"tracking: W&B cannot start: {problem}; if HOME is not set, set HOME to a "
-                        "folder, or set --tracking.wandb disabled"
-                    ) from error
-                print(f"W&B: tracking is offline; `wandb sync` uploads it ({problem})")
                 wandb.teardown()
+                if attempt == "offline":
+                    raise cannot_start(error) from error
+                print(f"W&B: tracking is offline; `wandb sync` uploads it ({describe(error)})")
+        name_ignored(given, {**vars(self.run.settings), "mode": mode})
         # W&B numbers the rows itself. Given our numbers, it would drop the rows of repeated steps.
         self.run.define_metric("*", step_metric="step")
 
