@@ -2,15 +2,19 @@
 pytest tests/training/test_optimizer.py"""
 
 import dataclasses
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
 import torch
 from deepspeed.runtime import lr_schedules
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, Trainer
 
 from zerotrain.config.schema import TrainConfig
+from zerotrain.model.architecture import auto_class
 from zerotrain.runtime.errors import UserError
-from zerotrain.training.optimizer import make_schedule, warmup_steps
+from zerotrain.tools.small_config import small_config
+from zerotrain.training.optimizer import make_schedule, parameter_groups, warmup_steps
 
 TRAIN = TrainConfig(global_batch_size=10, learning_rate=1e-3, steps=20, warmup_examples=40)
 SCHEDULES = {
@@ -72,3 +76,25 @@ def test_a_rate_depends_on_the_current_schedule_and_the_step_alone():
     plan = SimpleNamespace(mean_batch=10, mean_examples=10, steps_per_epoch=12, step_shift=3)
     train = dataclasses.replace(TRAIN, steps=None, epochs=1, lr_schedule="linear")
     assert make_schedule(train, plan).rate(6) == schedule("linear", 12).rate(9)
+
+
+def test_weight_decay_is_trainers_but_for_vectors_and_state_space_layers():
+    """Small models of all types, without weights."""
+    models = []
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING:
+        with suppress(Exception), torch.device("meta"):  # Some types need other small sizes.
+            config = small_config(kind())
+            models.append(auto_class(config).from_config(config))
+    assert len(models) > 150
+    seen = set()
+    for model in models:
+        names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        groups = parameter_groups(model, 0.1)
+        ours = {names[p] for group in groups if group["weight_decay"] for p in group["params"]}
+        theirs = {*names.values()} & {*Trainer.get_decay_parameter_names(None, model)}
+        assert ours <= theirs
+        for name in theirs - ours:
+            own = name.rpartition(".")[2]
+            assert model.get_parameter(name).dim() == 1 or own in ("A_log", "D"), name
+        seen |= {name.rpartition(".")[2] for name in names.values() if name not in ours}
+    assert seen >= {"A_log", "D", "dt_bias", "gate_up_proj_bias", "down_proj_bias"}

@@ -301,7 +301,9 @@ class TrainConfig(Section):
     warmup_examples: NonNegativeInt = 0
     """The learning rate rises linearly over this many examples, whatever the global batch."""
     weight_decay: NonNegativeFloat = 0.0
-    """AdamW's decoupled weight decay; not applied to parameters of one dimension (biases, norms).
+    """AdamW's decoupled weight decay. As in transformers' Trainer, biases and norms have none; nor,
+    unlike there, do other vectors, and A_log and D of state-space layers: decay would change
+    scales and time constants.
     """
     adam_betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     """AdamW's betas."""

@@ -1,6 +1,7 @@
 """A plain torch loop, with which the trainer is compared: one process, one row at a time.
 
-It shares with the trainer only the rows' tokens and the choice of each step's rows.
+It shares with the trainer only the rows' tokens, the choice of each step's rows, and the choice of
+the parameters with weight decay.
 """
 
 import math
@@ -23,6 +24,7 @@ from zerotrain.data.epoch_order import EpochOrder
 from zerotrain.model.architecture import auto_class
 from zerotrain.model.load import load_model_config
 from zerotrain.rows.tokenize import make_caches
+from zerotrain.training.optimizer import is_decayed
 
 Row = tuple[torch.Tensor, torch.Tensor]
 """Token ids, int64 [1, tokens], and their weights in the loss, float32 [1, tokens]."""
@@ -72,8 +74,8 @@ def train_plainly(
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     peaks = {name: torch.zeros_like(p) for name, p in trained.items()}
     groups = [
-        {"params": [p], "weight_decay": train.weight_decay if p.dim() > 1 else 0.0}
-        for p in trained.values()
+        {"params": [p], "weight_decay": train.weight_decay if is_decayed(name, p) else 0.0}
+        for name, p in trained.items()
     ]
     optimizer = torch.optim.AdamW(groups, betas=train.adam_betas, eps=eps)
     lengths = np.array([ids.shape[1] for ids, _ in rows])

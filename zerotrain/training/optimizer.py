@@ -1,6 +1,7 @@
 """Parameter groups, the update, and the learning-rate schedule."""
 
 import math
+import re
 from collections.abc import Callable
 from inspect import signature
 from typing import Any, NamedTuple
@@ -16,21 +17,36 @@ from zerotrain.runtime.errors import UserError, describe
 LR_SCALING_POWER = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
 
+NOT_DECAYED = re.compile(
+    # The patterns of transformers' Trainer, whose first one also finds the biases of experts.
+    r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)"
+    # A and D of state-space layers, as transformers names them. In some models they are matrices.
+    r"|(^|\.)(a_log|d)$"
+)
+"""Finds the names, in lower case, of parameters without weight decay."""
+
+
+def is_decayed(name: str, parameter: nn.Parameter) -> bool:
+    """Return whether weight decay applies to a parameter: the rule of transformers' Trainer, which
+    also decays vectors with other names, such as attention sinks and scales, and A_log and D.
+    """
+    # Under ZeRO-3 parameters are empty tensors whose full shape is ds_shape.
+    is_vector = len(getattr(parameter, "ds_shape", parameter.shape)) <= 1
+    return not is_vector and not NOT_DECAYED.search(name.lower())
+
+
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return two groups of trained parameters: matrices, with weight decay; biases and norms (one
-    dimension), without.
+    """Return two groups of trained parameters: those with weight decay, and those without.
 
     Their learning rate is 0 until the first step sets it: see reset_update_count.
     """
-    matrices, vectors = [], []
-    for p in model.parameters():
+    decayed, others = [], []
+    for name, p in model.named_parameters():
         if p.requires_grad:
-            # Under ZeRO-3 parameters are empty tensors whose full shape is ds_shape.
-            is_vector = len(getattr(p, "ds_shape", p.shape)) <= 1
-            (vectors if is_vector else matrices).append(p)
+            (decayed if is_decayed(name, p) else others).append(p)
     groups = [
-        {"params": matrices, "weight_decay": weight_decay, "lr": 0.0},
-        {"params": vectors, "weight_decay": 0.0, "lr": 0.0},
+        {"params": decayed, "weight_decay": weight_decay, "lr": 0.0},
+        {"params": others, "weight_decay": 0.0, "lr": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
