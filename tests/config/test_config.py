@@ -20,6 +20,7 @@ from harness.processes import run
 from harness.repository import REPO
 
 from zerotrain.config.ds_config import (
+    FEATURES,
     KEYS,
     SUPPORTED_VALUES,
     check_machine,
@@ -345,6 +346,39 @@ def test_files_of_trainer_with_auto_are_accepted(resolved):
         assert resolved(kind, train__lr_schedule=None)[0].train.lr_schedule == "cosine"
 
 
+OFF = """
+activation_checkpointing: {partition_activations: false, number_checkpoints: null, profile: false}
+activation_checkpointing: {cpu_checkpointing: false, number_checkpoints: 4}
+amp: {enabled: false, opt_level: O1}
+amp: null
+autotuning: {enabled: false, fast: true}
+compression_training: {layer_reduction: {enabled: false}}
+curriculum_learning: {enabled: false}
+data_efficiency: {enabled: false, data_sampling: {enabled: true}}
+elasticity: {enabled: false, micro_batch_sizes: [2, 4]}
+graph_harvesting: false
+hybrid_engine: {enabled: false, pin_parameters: true}
+progressive_layer_drop: {enabled: false, theta: 0.5}
+sparse_gradients: false
+wandb: {enabled: false, project: x}
+"""
+
+
+def test_blocks_that_are_off_and_comments_do_nothing(resolved):
+    _, expected = resolved({})
+    for line in OFF.strip().splitlines():
+        values = yaml.safe_load(line)
+        assert resolved(values)[1] == expected
+        [(name, off)] = values.items()
+        with pytest.raises(UserError, match="remove it"):
+            resolved({name: {**off, "enabled": True} if off else True})
+    notes = {"_comment": "text", "zero_optimization._comment": {"a": 1}, "//": "text"}
+    assert resolved(notes)[1] == expected
+    for features in ("wandb: {}", "wandb: {project: x}", "sparse_gradients: 1", "amp: text"):
+        with pytest.raises(UserError, match="remove it"):
+            resolved(yaml.safe_load(features))
+
+
 def test_what_the_machine_lacks_is_refused(resolved, monkeypatch):
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: False)  # as on older CPUs
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # needs another package
@@ -396,7 +430,8 @@ ZERO.legacy_stage1: true
 ZERO.offload_optimizer.devise: 1
 ZERO.overlap_com: true -> ZERO.overlap_com: null, ZERO.overlap_comm: true
 zero_optimisation: {}
-wandb: {} -> wandb: null, tracking.wandb: null
+wandb: {enabled: true} -> wandb: null, tracking.wandb: null
+prescale_gradients: true -> prescale_gradients: null
 fp16.loss_scal: 1
 checkpoint.load_universal: 1
 quux: 1
@@ -434,4 +469,4 @@ def test_a_ds_config_that_would_train_wrongly_is_rejected_and_its_cure_works(res
 def test_deepspeed_has_every_supported_key():
     folder = Path(deepspeed.__file__).parent
     words = {word for f in folder.rglob("*.py") for word in re.findall(r"\w+", f.read_text())}
-    assert set(" ".join(KEYS.values()).split()) <= words
+    assert set(" ".join([*KEYS.values(), FEATURES]).split()) <= words

@@ -52,6 +52,15 @@ KEYS = {
     "data_types": "grad_accum_dtype param_dtype buffer_dtype keep_in_fp32_modules",
     "tensor_parallel": "autotp_size vocab_parallel_lm_head",
 }
+# Features of DeepSpeed that are not supported, or that it has removed. It refuses some of them even
+# if they are off, so they are left out then.
+FEATURES = """
+    activation_checkpointing amp autotuning comet compression_training curriculum_learning
+    data_efficiency eigenvalue elasticity expert_parallel graph_harvesting hybrid_engine nebula
+    progressive_layer_drop quantize_training sparse_attention sparse_gradients torch_autocast wandb
+"""
+COMMENT = ("_", "/", "#", "$")
+"""How keys of comments begin, which are left out: "_comment", "//" ..."""
 BLOCKS = (
     "bf16", "fp16", "zero_optimization", "checkpoint", "data_types", "tensor_parallel",
     "optimizer", "optimizer.params", "scheduler", "scheduler.params",
@@ -72,8 +81,7 @@ SUPPORTED_VALUES = {
     "zero_optimization.zero_quantized_gradients": (False, "the losses would change"),
     "zero_optimization.zero_quantized_nontrainable_weights": (False, "the losses would change"),
     "compile.deepcompile": (False, "model.compile compiles each block instead"),
-    "prescale_gradients": (False, "DeepSpeed refuses it from stage 2 on"),
-    "gradient_predivide_factor": (1, "DeepSpeed refuses it from stage 2 on"),
+    "gradient_predivide_factor": (1, "the stage alone decides what is divided when"),
     "optimizer.params.max_grad_norm": (None, "train.gradient_clipping sets it"),
     "bf16.check_grad_overflow": (True, "infinite gradients would be applied"),
     "bf16.bf16_master_weights_and_grads": (False, "master weights are in fp32"),
@@ -227,7 +235,7 @@ def read_ds_config(file: str) -> dict[str, Any]:
     try:
         raw = json.loads(
             read_text(file, "ds_config: "),
-            object_pairs_hook=dict_raise_error_on_duplicate_keys,
+            object_pairs_hook=_without_comments,
         )
     except (ValueError, RecursionError) as error:
         raise UserError(
@@ -240,6 +248,9 @@ def read_ds_config(file: str) -> dict[str, Any]:
         ) from error
     if not isinstance(raw, dict):
         raise UserError(f"{file}: is not a DeepSpeed config, which is an object {{...}}")
+    for name in FEATURES.split():
+        if name in raw and raw[name] != {} and _is_off(raw[name]):
+            del raw[name]
     for path in (*BLOCKS, *OPTIONAL_BLOCKS):
         parent, _, name = path.rpartition(".")
         blocks = _at(raw, parent)
@@ -247,6 +258,22 @@ def read_ds_config(file: str) -> dict[str, Any]:
         if not isinstance(block, dict):
             raise UserError(f"{file}: {path}: is {json.dumps(block)}; use an object {{...}}")
     return raw
+
+
+def _without_comments(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict_raise_error_on_duplicate_keys(pairs)
+    return {name: value for name, value in values.items() if not name.startswith(COMMENT)}
+
+
+def _is_off(value: Any) -> bool:
+    """Return whether a value or a block switches a feature off. A block has "enabled": false,
+    or its values are all false, null or numbers, which switch nothing on.
+    """
+    if not isinstance(value, dict):
+        return value in (False, None)
+    if "enabled" in value:
+        return value["enabled"] is False
+    return all(_is_off(v) or type(v) in (int, float) for v in value.values())
 
 
 def _fill_from_run(merged: dict[str, Any], config: Config) -> None:
@@ -355,6 +382,8 @@ def _find_problem(merged: dict[str, Any], config: Config) -> str | None:
         only, why = SUPPORTED_VALUES.get(path, (value, ""))
         if value != only:
             return f"{path}: is {json.dumps(value)}, but {why}; remove it"
+        if stage > 1 and path == "prescale_gradients" and value:
+            return f"{path}: DeepSpeed refuses it from stage 2 on; remove it"
         if stage < 3 and (value != AT_STAGE_3.get(path, value) or value == "nvme"):
             return f"{path}: {json.dumps(value)} needs zero_optimization.stage 3; remove it"
     kind = merged["optimizer"]["type"]
