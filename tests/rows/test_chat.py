@@ -351,8 +351,10 @@ def test_analysis_is_never_an_answer(ignored):
     chat = [CHAT[0], {**CHAT[1], "content": "easy", "channel": "analysis"}]
     final = {**CHAT[1], "channel": "final"}
     read = partial(supervised_turns, ignore_keys=ignored)
-    for tokenizer in (family("qwen3"), family("chatml")):
-        refused("no answer follows the reasoning", partial(read, tokenizer), chat)
+    for name in ("analysis", "Analysis"):
+        alone = [CHAT[0], {**chat[1], "channel": name}]
+        for tokenizer in (family("qwen3"), family("chatml")):
+            refused("no answer follows the reasoning", partial(read, tokenizer), alone)
     assert read(family("qwen3"), [*chat, final]) == ["<think>\neasy\n</think>\n\n2<|im_end|>"]
     refused("incomplete", partial(read, family("chatml")), [*chat, final])
     cure = partial(supervised_turns, ignore_keys=[*ignored, "reasoning_content"])

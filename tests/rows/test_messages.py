@@ -282,7 +282,8 @@ an answer and a refusal:
 - messages: [*a, *b]
 reasoning between texts:
 - messages: [*a, {role: assistant, content: [{text: a}, {type: thinking, thinking: b}]}]
-- reasoning follows text in it; write two messages
+- it has text before its reasoning; write the reasoning first
+- messages: [*a, {role: assistant, content: [{type: thinking, thinking: b}, {text: a}]}]
 encrypted reasoning:
 - messages: [*a, {role: assistant, content: b, reasoning_details: [{type: reasoning.encrypted}]}]
 - not text

@@ -134,6 +134,14 @@ def test_numbers_of_tables_are_the_numbers_that_were_written(tmp_path, name):
     assert rows_in(path) == [{"arguments": expected}, {"arguments": {}}]
 
 
+def test_pictures_of_a_table_do_not_make_it_unreadable(tmp_path):
+    """As the hub has them. canonical_row then refuses their keys, and any text of such bytes."""
+    row = {"prompt": b"text", "images": [{"bytes": b"\x89PNG", "path": "a.png"}]}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+    picture = {"bytes": {"bytes": 4}, "path": "a.png"}
+    assert rows_in(tmp_path) == [{"prompt": "text", "images": [picture]}]
+
+
 def test_cells_of_tsv_are_not_quoted(tmp_path):
     path = tmp_path / "a.tsv"
     path.write_text('prompt\tcompletion\n"Ä\t1"\n"x" y\t"z"\n')

@@ -300,7 +300,8 @@ def _message(message: JsonObject, columns: dict[str, str], config: DataConfig) -
             f"it has the keys {', '.join(message)}, but needs one for the role and one for the "
             "content; columns: {role: KEY, content: KEY} of the source names them",
         )
-    content, channel, given = turn.get("content"), turn.get("channel"), str(turn["role"])
+    content, given = turn.get("content"), str(turn["role"])
+    channel = str(turn.get("channel")).lower()
     # In jq: the keys that may contain the role.
     roles = f".role, .from, .{_jq(columns.get('role', 'role'))}"
     role = _role(given, roles)
@@ -393,7 +394,9 @@ def _split_content(turn: JsonObject, is_thought: bool, config: DataConfig) -> No
         if kind in THOUGHTS and not any(texts):
             thoughts.append(_thought(part, config))
         elif kind in THOUGHTS:
-            raise BadRow("answers in a row", "reasoning follows text in it; write two messages")
+            raise BadRow(
+                "answers in a row", "it has text before its reasoning; write the reasoning first"
+            )
         elif kind in TEXTS or kind == "refusal":
             key = "refusal" if kind == "refusal" else "text"
             texts.append(_string(_known(part, {"type", key}, config), key))
@@ -513,9 +516,10 @@ def _known(
         and key not in config.ignore_keys
         and (key in known or key.lower() not in METADATA)
     }
-    if media := next(filter(MEDIA.fullmatch, mapping.keys() - known), None):
-        raise BadRow("not text", f"it has {media}, which is not text")
-    if extra := sorted(mapping.keys() - known):
+    extra = sorted(mapping.keys() - known)
+    if media := next(filter(MEDIA.fullmatch, extra), None):
+        raise BadRow("not text", f"its key {media} is not text")
+    if extra:
         raise BadRow("unknown key", _fix({key: mapping[key] for key in extra}, known, is_row))
     return mapping
 

@@ -327,7 +327,10 @@ def _plain(value: "pyarrow.Scalar") -> Any:
     if isinstance(value, pyarrow.JsonScalar) and len(plain) <= MAX_ROW_CHARACTERS:
         return parse_json(plain)
     if isinstance(plain, bytes):
-        return plain.decode()
+        try:
+            return plain.decode()
+        except UnicodeDecodeError:  # a picture: an object is refused where a text must be
+            return {"bytes": len(plain)}
     return plain if isinstance(plain, str | int | float) else str(plain)  # dates
 
 
