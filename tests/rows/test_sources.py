@@ -181,6 +181,8 @@ def test_a_folder_is_read_recursively_with_saved_data_sets(tmp_path, monkeypatch
     assert "data-00000-of-00001.arrow: missing" in refusal(tmp_path / "saved")
     shutil.copy(tmp_path / "elsewhere", saved)
     assert rows_in(tmp_path / "saved") == ROWS
+    (tmp_path / "saved/state.json").write_bytes(b"\xe9")
+    assert "state.json" in refusal(tmp_path / "saved")
 
 
 SEVERAL_SPLITS = [

@@ -25,7 +25,7 @@ from zerotrain.rows.readers import (
     rows_of,
 )
 from zerotrain.runtime.errors import UserError, describe, first_of
-from zerotrain.runtime.files import expanded, files_of
+from zerotrain.runtime.files import expanded, files_of, read_text
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -158,7 +158,7 @@ def _has_rows(file: Path) -> bool:
     # save_to_disk lists its files in state.json; map() leaves others beside them.
     state = file.with_name("state.json")
     if file.suffix == ".arrow" and state.is_file():
-        saved = [file.with_name(name) for name in SAVED.findall(state.read_text())]
+        saved = [file.with_name(name) for name in SAVED.findall(read_text(str(state)))]
         if missing := [name for name in saved if not name.exists()]:
             raise UserError(f"{missing[0]}: missing, but state.json names it; copy it as well")
         return file in saved
