@@ -30,6 +30,20 @@ def test_the_rank_that_left_out_an_all_reduce_is_named(forks, tiny_config, tmp_p
     assert "gloo:all_reduce [[16, 2]]" in line and "gloo:broadcast [[5]]" in line
 
 
+def test_the_rank_that_skipped_a_call_of_another_size_is_named(forks, tiny_config, tmp_path):
+    """gloo aborts the other rank, which writes its calls before it ends."""
+    (tmp_path / "run").mkdir()
+    ranks = forks.start(tiny_config(), ranks=2, module="other_size")
+    finished = ranks.wait()
+    host = re.escape(socket.gethostname())
+    assert finished.code != 0 and "collective mismatch" in finished.output
+    assert re.search(rf"\[rank 1 @ {host}\] Fatal Python error: Aborted", finished.output)
+    [(module, folder)] = re.findall(r"python -m (scripts.who_waits) (\S*)\n", finished.output)
+    [line] = forks.script(module, *shlex.split(folder), code=0).output.splitlines()
+    assert re.match(rf"rank 0 @ {host} has not joined gloo:all_reduce \[\[8\]\], call 8 ", line)
+    assert "[[16, 2]] instead" in line
+
+
 def nccl_record(calls, *, dropped=0):
     """A record as ProcessGroupNCCL dumps it, format 2.10: calls are (name, sizes) of group 0."""
     entries = [
@@ -89,6 +103,35 @@ def test_files_of_nccl_name_the_rank_and_its_host(tmp_path, of_rank_2, of_others
     assert next(who_waits(by_rank, {3: "node-3"})).startswith("rank 3 @ node-3: no record")
 
 
+def with_shared_lists(key):
+    """A record of a few bytes, in which a value has 2^60 numbers."""
+    record = nccl_record(GATHER)
+    value = (1,)
+    for _ in range(60):
+        value = (value, value)
+    if key == "process_group":
+        value = (value, value)
+    for each in (record, record["pg_config"]["0"], *record["entries"]):
+        if key in each:
+            each[key] = value
+    return record
+
+
+def test_a_call_is_a_short_text_and_takes_a_short_time(tmp_path):
+    """Sizes that a few bytes stand for, and a call of many, which differ in the last one."""
+    file = tmp_path / "rank_0"
+    file.write_bytes(pickle.dumps(with_shared_lists("input_sizes")))
+    [calls] = read_calls(file)[2].values()
+    assert all(len(text) < 300 for text in calls.values()) and len(calls) == len(GATHER)
+    by_rank = {}
+    for rank in range(3):
+        many = [(1, "nccl:all_reduce", [i]) for i in range(3_000)]
+        file.write_bytes(pickle.dumps(nccl_record([*many, (1, "nccl:all_reduce", [rank // 2])])))
+        by_rank[rank] = read_calls(file)[2]
+    [line] = who_waits(by_rank, {})
+    assert line.startswith("rank 2 has not joined nccl:all_reduce") and len(line) < 600
+
+
 class Hostile:
     def __reduce__(self):
         return os.system, ("touch ran",)
@@ -110,6 +153,8 @@ def test_a_file_that_is_no_record_is_refused_and_runs_nothing(forks, tmp_path, m
         b"[rank 0 @ a] \n" + b"[" * 100_000,
         b"[rank 0 @ a] \n{}",
         b"",
+        *(pickle.dumps(with_shared_lists(key)) for key in ("process_group", "desc", "version")),
+        pickle.dumps(nccl_record([]) | {"entries": nccl_record(GATHER)["entries"][:1] * 200_000}),
     ):
         file.write_bytes(content)
         refused("rank_0: ", read_calls, file)

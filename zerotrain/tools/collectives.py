@@ -10,6 +10,8 @@ import io
 import json
 import pickle
 import re
+import reprlib
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -20,6 +22,11 @@ from zerotrain.runtime.errors import UserError, describe, first_of
 from zerotrain.tools.records import read_metrics
 
 MAX_BYTES = 1 << 28
+MAX_ENTRIES = 100_000
+MAX_TEXT_CHARACTERS = 1 << 20  # of a group's ranks
+MAX_CALL_CHARACTERS = 200
+SIZES = reprlib.Repr()  # writes the sizes of a call's tensors, and ... for further ones
+SIZES.maxlevel, SIZES.maxlist, SIZES.maxtuple = 3, 16, 16
 HEAD = re.compile(r"\[rank (\d+) @ ([^]]*)\] ")
 OF_OTHER_SIZES = re.compile(r":(gather|scatter|all_?to_?all)")
 """Calls whose tensors may have another size on each rank."""
@@ -66,33 +73,57 @@ def read_calls(file: Path) -> tuple[int, str, Calls]:
 
 
 def add_calls(record: Mapping[str, Any], calls: dict[Group, dict[int, str]]) -> None:
-    """Add the calls of a record, in torch's format 2."""
-    if not str(record["version"]).startswith("2."):
+    """Add the calls of a record, in torch's format 2.
+
+    A pickle of a few bytes may stand for lists of any size, which contain each other. So only texts
+    and numbers are taken as they are, and only the first values of lists.
+    """
+    if not text_of(record["version"]).startswith("2."):
         raise ValueError(f"its version is {record['version']}, not 2")
     entries = record.get("entries", [])
+    if len(entries) > MAX_ENTRIES:
+        raise ValueError(f"it has over {MAX_ENTRIES:,} calls")
     groups = {
-        name: (f"{name} ({group['desc']})", group["ranks"])
+        name: (f"{name} ({text_of(group['desc'])})", text_of(group["ranks"]))
         for name, group in record["pg_config"].items()
         if group["ranks"] != "[]"  # as in gloo's records
     } or {"0": ("0 (default_pg)", "")}
     partial = None
     if entries and entries[0]["record_id"] > 0:
         # A full record drops its oldest calls. Of those with this number it may have dropped some.
-        partial = [entries[0][key] for key in ("process_group", "collective_seq_id")]
+        partial = place_of(entries[0])
     else:  # A group without calls has none.
         calls.update({group: {} for group in groups.values() if group not in calls})
+    coalesced = defaultdict(list)  # calls that share a number
     for entry in entries:
-        place = [entry[key] for key in ("process_group", "collective_seq_id")]
+        place = place_of(entry)
         if entry["is_p2p"] or place == partial:
             continue
-        (name, description), number = place
-        text = entry["profiling_name"]
+        name, description, number = place
+        text = text_of(entry["profiling_name"])
         if not OF_OTHER_SIZES.search(text):
-            text += f" {entry['input_sizes']}"
-        in_group = calls[groups.get(name, (f"{name} ({description})", ""))]
-        number = int(number) % (1 << 64)
-        # Coalesced calls share a number.
-        in_group[number] = f"{in_group[number]} + {text}" if number in in_group else text
+            text += f" {SIZES.repr(entry['input_sizes'])}"
+        group = groups.get(name, (f"{name} ({description})", ""))
+        coalesced[group, number].append(text)
+    for (group, number), texts in coalesced.items():
+        text = " + ".join([*filter(None, [calls[group].get(number)]), *texts])
+        if len(text) > MAX_CALL_CHARACTERS:
+            digest = zlib.crc32(text.encode(errors="replace"))
+            text = f"{text[:MAX_CALL_CHARACTERS]} ... ({len(text):,} characters, {digest:08x})"
+        calls[group][number] = text
+
+
+def place_of(entry: Mapping[str, Any]) -> tuple[str, str, int]:
+    """Return the name and description of a call's group, and its number there."""
+    name, description = entry["process_group"]
+    return text_of(name), text_of(description), int(entry["collective_seq_id"]) % (1 << 64)
+
+
+def text_of(value: Any) -> str:
+    """Return a text as it is. Raises ValueError: it is something else, or too long."""
+    if not isinstance(value, str) or len(value) > MAX_TEXT_CHARACTERS:
+        raise ValueError("not a short text")
+    return value
 
 
 def disagreements(by_rank: Mapping[int, Calls]) -> Iterator[tuple[Group, int, dict[int, str]]]:
@@ -123,9 +154,15 @@ def who_waits(by_rank: Mapping[int, Calls], hosts: Mapping[int, str]) -> Iterato
 
     for rank in sorted(hosts.keys() - by_rank.keys()):
         yield f"{named(rank)}: no record: it is stopped, or busy outside Python, or lost"
-    for (group, _), number, found in disagreements(by_rank):
-        # If as many ranks lack the call, those that have made it are right.
-        usual = max(found.values(), key=lambda call: (Counter(found.values())[call], call != ""))
+    for place, number, found in disagreements(by_rank):
+        group, _ = place
+        # If as many ranks differ, those are right whose call has followed the last one before, as
+        # in each step of a run; or else those that have made a call.
+        calls = by_rank[min(found)][place]
+        last = calls.get(number - 1)
+        before = {calls[n] for n in calls if n < number and calls.get(n - 1) == last}
+        counts = Counter(found.values())
+        usual = max(found.values(), key=lambda call: (counts[call], call in before, call != ""))
         others = f"ranks {first_of([rank for rank, call in found.items() if call == usual])}"
         where = f"call {number} of group {group}"
         for rank, call in sorted(found.items()):
