@@ -1,8 +1,10 @@
 """Reading rows: files, formats of files, damaged files, bounds.
 pytest tests/rows/test_sources.py"""
 
+import bz2
 import codecs
 import gzip
+import io
 import json
 import os
 import re
@@ -23,7 +25,9 @@ from harness.inputs import write_rows
 
 from zerotrain.config.schema import Source
 from zerotrain.rows import readers
+from zerotrain.rows.fixes import explained
 from zerotrain.rows.sources import (
+    BadRow,
     RawRow,
     fingerprints,
     local_files,
@@ -305,6 +309,32 @@ def test_errors_of_damaged_files_say_what_is_wrong(tmp_path):
     assert "cannot be read" in refusal(tmp_path / "x.arrow")
     (tmp_path / "link.csv").symlink_to("blob")
     assert "broken link to blob" in refusal(tmp_path)
+
+
+def test_a_file_of_another_kind_than_its_name_says_is_renamed(tmp_path):
+    content = json.dumps(ROWS[0]).encode()
+    table = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(ROWS[:1]), table)
+    for name, data in (
+        ("a.jsonl", gzip.compress(content)),
+        ("b.jsonl", bz2.compress(content)),
+        ("c.jsonl", table.getvalue()),
+        ("d.jsonl.gz", content),
+        ("e.csv.bz2", gzip.compress(b"prompt,completion\nx,0")),
+    ):
+        (tmp_path / name).write_bytes(data)
+        renamed = re.search("rename it to ([^ ]*)$", refusal(tmp_path / name))[1]
+        (tmp_path / name).rename(tmp_path / renamed)
+        if name[0] != "e":
+            assert rows_in(tmp_path / renamed) == ROWS[:1]
+
+
+def test_a_file_that_is_damaged_in_a_row_is_not_to_be_converted(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes('{"text": "é"}\n{"text": "ü"}\n{"text": "'.encode() + b'\xff"}\n')
+    *_, raw = read_rows(Source(path=str(path)))
+    line = explained(BadRow("not UTF-8", ""), raw, {})
+    assert "correct it, or remove it" in line and "iconv" not in line
 
 
 def test_a_row_of_csv_with_more_cells_than_the_header_is_a_bad_row(tmp_path):

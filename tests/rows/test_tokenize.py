@@ -133,6 +133,9 @@ a pair of Alpaca: {instruction: p, input: "", chosen: good, rejected: bad}
 a pair of ms-swift: {messages: *chat, rejected_response: bad}
 spans: {messages: [*user, {<<: *bad, train_detail: [{train: false}]}, *user, *good]}
 weights: {messages: [*user, {<<: *bad, loss: 1.5}, *user, {<<: *good, loss: 1}]}
+weights of turns: {messages: [*user, {<<: *good, weight: "0.5"}, *user, {<<: *bad, weight: 0}]}
+weights of turns above 1: {messages: [*user, {<<: *bad, weight: 0}, *user, {<<: *good, weight: 2}]}
+names of speakers: {messages: [{<<: *user, name: N}, {<<: *good, name: M}]}
 a recorded loss: {messages: [*user, {<<: *good, loss: 0.3}]}
 a user's weight: {messages: [{<<: *user, train: true}, *good, *user, {<<: *bad, train: 0}]}
 history: {instruction: p, input: "", output: good, history: [[p, good]], system: s}
@@ -204,6 +207,16 @@ CURES = {  # the file as it is, and the answers that are left after the command 
     "all quoted in TSV": (b'"prompt"\t"completion"\n"p"\t"c"\n', ["c"]),
     "lines in TSV": (b'prompt\tcompletion\np\t"c\nd"\n', ["c\nd"]),
     "Latin-1": ('{"prompt": "p", "completion": "é"}'.encode("latin1"), ["é"]),
+    "GBK": (
+        '{"prompt": "p", "completion": "今天天气怎么样"}'.encode("gbk"),
+        ["今天天气怎么样"],
+    ),
+    "Cyrillic in CSV": ("prompt,completion\np,Привет".encode("cp1251"), ["Привет"]),
+    "half a character": (b'{"prompt": "p", "completion": "cut \\ud83d"}', ["cut "]),
+    "old Mac in CSV": (b"prompt,completion\rp,c\r", ["c"]),
+    "backslashes in CSV": (b'prompt,completion\n"p","a \\"b\\" \\n"\n', ['a "b" \\n']),
+    "weights as text": (as_lines([{**SHORT, "weight": "0.5"}]), ["ccccc"]),
+    "weights above 1": (as_lines([{**SHORT, "weight": 1.5}]), ["ccccc"]),
     "labels": (as_lines(JUDGED), ["is True", "is 1"]),
     "a judgment": (as_lines([{**SHORT, "skip": 0}, {**LONG, "skip": 1}]), ["ccccc"]),
     "masks of rows": (as_lines([{**SHORT, "mask": 0}, {**LONG, "mask": 1}]), ["ccccc"]),
@@ -260,8 +273,12 @@ def test_the_command_that_a_message_names_mends_the_file(tmp_path, sample_tokeni
     if found := re.search("first (gzip -d .*?); ", message):
         subprocess.run(found[1], shell=True, check=True)
         file = file.with_suffix("")
-    found = re.search(r"((?:jq|iconv|sed|python3?) ['-].*?) > NEW(\.[a-z]+)?", message)
+    found = re.search(r"((?:jq|iconv|sed|tr|python3?) ['-].*?) > NEW(\.[a-z]+)?", message)
     command = found[1].replace('"ROLE"', '"assistant"').replace("VALUE TO TRAIN ON", "0")
+    if "ENCODING" in command:
+        encoding = re.search(rf"([\w-]+) \({re.escape(answers[0])}\)", message)[1]
+        command = command.replace("ENCODING", encoding)
+    command = command.replace("LARGEST", "2")
     command = re.sub(r"\bOLD[.a-z]*", str(file), command.replace("NAME", "score"))
     command = command.replace("python -m", f"{sys.executable} -m")
     mended = subprocess.run(command, shell=True, capture_output=True, check=True, cwd=REPO)

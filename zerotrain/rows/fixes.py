@@ -8,13 +8,16 @@ command reads the rows first.
 import json
 import re
 import shlex
+import unicodedata
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from zerotrain.rows.messages import FORMAT_KEYS, MEDIA, METADATA, TOOL_KEYS, parsed
 from zerotrain.rows.readers import (
     MAX_ROW_CHARACTERS,
+    TEXT_AT_ONCE,
     BadRow,
     JsonObject,
     begins_list,
@@ -29,6 +32,11 @@ LOAD = (
     "python -c 'import datasets, sys; datasets.load_dataset(*sys.argv[1:-1], split=sys.argv[-1])"
     '.to_json("OLD.jsonl")\' '
 )
+# Encodings other than UTF-8, by names that Python and iconv know.
+ENCODINGS = (
+    "CP1252", "CP1250", "CP1251", "GB18030", "BIG5", "CP932", "EUC-JP", "CP949", "KOI8-R", "CP1253",
+    "CP1254", "CP1255", "CP1256",
+)  # fmt: skip
 QUESTIONS = ("question", "query", "prompt", "instruction", "human", "user", "input")
 ANSWERS = ("answer", "response", "completion", "output", "assistant", "gpt", "bot", "reply")
 CONTEXTS = ("input", "context")
@@ -261,10 +269,55 @@ def explained(error: BadRow, raw: RawRow, columns: dict[str, str]) -> str:
     Args:
         columns: those of its source.
     """
+    if not _is_unicode(raw.text):
+        return _fitted(f"not UTF-8; {_encoding_fix(raw)}", raw, is_decoded=True)
     given = _row_of(raw)
     row = decoded(given)
     fix = row and (_layout_fix(row, columns) or _columns_fix(row, error))
     return _fitted(fix or str(error), raw, is_decoded=row == given)
+
+
+def _is_unicode(text: str) -> bool:
+    """Return whether a text has no surrogates, which stand for bytes that are not UTF-8."""
+    return not re.search("[\udc80-\udcff]", text)
+
+
+def _encoding_fix(raw: RawRow) -> str:
+    """Return how to convert a file that is not UTF-8. Its encoding can only be guessed, so the
+    reader chooses from how a few words read.
+    """
+    try:
+        with open_text(raw.file) as stream:
+            lines = stream.read(TEXT_AT_ONCE).splitlines()
+    except (OSError, ValueError):
+        lines = []
+    foreign = [line for line in dict.fromkeys([*lines, raw.text]) if not line.isascii()]
+    if 2 * sum(map(_is_unicode, foreign)) > len(foreign):
+        return "other rows are; correct it, or remove it"
+    words = (word for line in foreign for word in re.findall(r"[^\s\"':,{}\[\]]+", line))
+    sample = " ".join([*dict.fromkeys(word for word in words if not word.isascii())][:5])
+    readings = {}
+    for encoding in ENCODINGS:
+        with suppress(UnicodeDecodeError):
+            reading = sample.encode("utf-8", "surrogateescape").decode(encoding)
+            is_text = not {*map(unicodedata.category, reading)} & {"So", "Sk", "Sm", "Cc", "Co"}
+            if is_text and all(map(_is_word, re.findall(r"[^\W\d_]+", reading))):
+                readings.setdefault(reading, encoding)
+    if not readings:
+        return "its encoding is unknown; correct it, or remove it"
+    shown = ", ".join(f"{encoding} ({reading})" for reading, encoding in readings.items())
+    return (
+        f"its words may be {shown}: this is a guess; write the encoding that reads right in place "
+        "of ENCODING: iconv -f ENCODING -t UTF-8 OLD > NEW"
+    )
+
+
+def _is_word(word: str) -> bool:
+    """Return whether the letters are of one script, and capital only at the beginning or all."""
+    scripts = {unicodedata.name(letter, "?").split()[0] for letter in word}
+    east_asian = {"CJK", "HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA"}
+    is_one = len(scripts) == 1 or scripts <= east_asian
+    return is_one and (word.isupper() or word[1:] == word[1:].lower())
 
 
 def _layout_fix(row: JsonObject, columns: dict[str, str]) -> str | None:

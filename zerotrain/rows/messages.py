@@ -196,11 +196,15 @@ def canonical_row(row: JsonObject, source: Source, config: DataConfig) -> JsonOb
         known |= {"system", *TOOL_KEYS}
     weight = row.get("weight", 1)  # tokenize_row uses it
     if not (isinstance(weight, int | float) and 0 < weight <= 1):
+        key = f".{_jq(source.columns.get('weight', 'weight'))}"
         raise BadRow(
             "wrong weight",
-            f"weight is {json.dumps(weight)}, but must be a number above 0, up to 1; to remove the "
-            "rows that must not be trained on: jq -c 'select(.weight | IN(0, false) | not)' "
-            "OLD.jsonl > NEW.jsonl",
+            f"weight is {json.dumps(weight)}, but must be a number above 0, up to 1; "
+            + (
+                _number_fix(weight, key)
+                or "to remove the rows that must not be trained on: jq -c "
+                f"'select({key} | IN(0, false) | not)' OLD.jsonl > NEW.jsonl"
+            ),
         )
     # Check all keys first: a format does not read every key.
     row = _known({k: v for k, v in row.items() if k != "weight"}, known, config, is_row=True)
@@ -335,6 +339,22 @@ def _message(message: JsonObject, columns: dict[str, str], config: DataConfig) -
     return turn
 
 
+def _number_fix(weight: Any, path: str) -> str:
+    """Return how to write a weight that is above 1 or a text; "" for other wrong weights.
+
+    Args:
+        path: a jq path to all such weights.
+    """
+    if isinstance(weight, str) and re.fullmatch(r"[0-9]*\.?[0-9]+", weight):
+        return f"to write a number: jq -c '({path} | strings) |= tonumber' OLD.jsonl > NEW.jsonl"
+    if isinstance(weight, int | float) and weight > 1:
+        return (
+            "only their ratios count, so divide all of them by the largest, in place of LARGEST: "
+            f"jq -c '({path} | numbers) /= LARGEST' OLD.jsonl > NEW.jsonl"
+        )
+    return ""
+
+
 def _role(given: str, roles: str) -> str:
     """Return the role that a row spells as `given`.
 
@@ -370,6 +390,9 @@ def _weight(key: str, weight: Any, role: str, roles: str, given: str) -> float:
             f"objects | select(has({_jq(key)}))) |= (.NAME = .{key} | del(.{key}))' OLD.jsonl > "
             "NEW.jsonl",
         )
+    fix = _number_fix(weight, f".[] | arrays[] | objects | .{key}")
+    if fix and role == "assistant" and key in FRACTIONS:
+        raise BadRow("wrong type", f"{key} is {json.dumps(weight)}, but must be 0 to 1; {fix}")
     raise BadRow(
         "wrong type",
         f"{key} is {json.dumps(weight)}, but must be 0 (false) to 1 (true) for the "

@@ -40,6 +40,21 @@ AS_CSV = (
     'csv.writer(sys.stdout).writerows(csv.reader(sys.stdin, delimiter={!r}))" < OLD > NEW.csv` '
     "converts it"
 )
+HALF_CHARACTER = (
+    "it has half of a character, as \\u escapes of a text that was cut; to leave the halves out: "
+    "python3 -c 'import json, sys; [print(json.dumps(json.loads(line), ensure_ascii=False)"
+    '.encode(errors="ignore").decode()) for line in open(sys.argv[1])]\' OLD > NEW'
+)
+# The first bytes of files, and the end of their names. None: they have to be unpacked.
+MAGIC = {
+    b"\x1f\x8b": ".gz",
+    b"\x28\xb5\x2f\xfd": ".zst",
+    b"BZh": ".bz2",
+    b"PAR1": ".parquet",
+    b"ARROW1": ".arrow",
+    b"PK\x03\x04": None,
+    b"\xfd7zXZ": None,
+}
 EXTRA_CELLS = "cells beyond the header"  # key of a CSV row for those that have no name
 ROWS_AT_ONCE = 100  # rows that are decoded from Parquet
 
@@ -79,11 +94,7 @@ def parse_json(text: str) -> Any:
         # Python's parser accepts half a surrogate pair. Tokenizers cannot encode it.
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise BadRow(
-            "not UTF-8",
-            "not UTF-8, or a character was split by \\u escapes; `iconv -f LATIN1 -t UTF-8 OLD > "
-            "NEW` converts a Latin-1 file",
-        ) from error
+        raise BadRow("not UTF-8", HALF_CHARACTER) from error
     return value
 
 
@@ -102,6 +113,16 @@ def open_text(file: str) -> io.TextIOWrapper:
     """Open a text file, decompressed according to its extension."""
     import pyarrow
 
+    with Path(file).open("rb") as stream:
+        head = stream.read(max(map(len, MAGIC)))
+    suffix = Path(file).suffix
+    kind = next((MAGIC[magic] for magic in MAGIC if head.startswith(magic)), "")
+    if kind is None:
+        raise ValueError("it is a zip or xz archive; unpack it")
+    if kind and kind != suffix:
+        raise ValueError(f"it is a {kind} file; rename it to {Path(file).name}{kind}")
+    if head and suffix in COMPRESSIONS and kind != suffix:
+        raise ValueError(f"it is not a {suffix} file; rename it to {Path(file).stem}")
     stream = io.BufferedReader(pyarrow.input_stream(file))
     if stream.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
         raise ValueError("it is UTF-16; `iconv -f UTF-16 -t UTF-8 OLD > NEW` converts it")
@@ -193,7 +214,19 @@ def _read_csv(file: str) -> Iterator[Row]:
             characters = 0
             yield reader.line_num, json.dumps(row, ensure_ascii=False)
     except csv.Error as error:
-        raise ValueError(f"not CSV after line {reader.line_num} ({error})") from error
+        problem = f"not CSV after line {reader.line_num} ({error})"
+        raise ValueError(problem + _csv_fix(file)) from error
+
+
+def _csv_fix(file: str) -> str:
+    """Return how to convert a file whose lines or quotes are not those of CSV; "" if unknown."""
+    with open_text(file) as stream:
+        head = stream.read(TEXT_AT_ONCE)
+    if "\r" in head and "\n" not in head:
+        return "; its lines end with \\r: tr '\\r' '\\n' < OLD > NEW.csv"
+    if '\\"' in head:
+        return """; its quotes have a \\ before them: sed 's/\\\\"/""/g' OLD.csv > NEW.csv"""
+    return ""
 
 
 # --------------------------------------------------------------------------------------------------

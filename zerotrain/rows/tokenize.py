@@ -387,7 +387,8 @@ def _format_of(source: Source, config: DataConfig) -> str:
         except BadRow as error:
             if source.on_bad_row == "error":
                 raise _refused(raw, error, source) from error
-            problem = f"no row has a known format; line {raw.place}: {error}"
+            why = explained(error, raw, source.columns)
+            problem = f"no row has a known format; line {raw.place}: {why}"
     raise UserError(f"{name_of(source)}: {problem}")
 
 

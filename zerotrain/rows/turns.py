@@ -41,6 +41,10 @@ INCOMPLETE = (
     "never writes (reasoning_content for reasoning of any spelling; not tool_calls: answers would "
     "end before them), or model.chat_template",
 )
+NAME_FIX = (
+    "no names of speakers, if the template never writes them: jq -c 'del((.[] | arrays[] | objects "
+    '| select(has("role") or has("from"))).name)\' OLD.jsonl > NEW.jsonl, or model.chat_template'
+)
 DEVELOPER_FIX = (
     "its role to system, if the template has no developer: jq -c '(.[] | arrays[] | objects | "
     '.role, .from | select(. == "developer")) = "system"\' OLD.jsonl > NEW.jsonl, or '
@@ -323,8 +327,10 @@ class Layout:
                     )
             # Templates may cut the reasoning of answers that are not supervised.
             is_needed = number in wanted or message["role"] != "assistant"
-            if is_needed and not {*LABEL.findall(str(message))} <= {*self.labels}:
-                raise self._rejected(number, "is incomplete", INCOMPLETE)
+            lost = [key for key in message if {*LABEL.findall(str(message[key]))} - {*self.labels}]
+            if is_needed and lost:
+                fix = NAME_FIX if lost == ["name"] else INCOMPLETE[1]
+                raise self._rejected(number, "is incomplete", (INCOMPLETE[0], fix))
         located = [self._locate(number) for number in wanted]
         self.turns = [(start, end) for start, end, _ in located]
         self.unprompted = next((lacking for *_, lacking in located if lacking), "")
