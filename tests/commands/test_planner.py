@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from scripts.plan import make_workload, show
 from zerotrain.config.ds_config import resolve_ds_config
-from zerotrain.runtime.machine import Machine
+from zerotrain.runtime.machine import GIB, Machine
 from zerotrain.tools.estimate import (
     BUDGET_STEP,
     GpuCluster,
@@ -29,7 +29,7 @@ from zerotrain.tools.estimate import (
     find_gpu,
 )
 from zerotrain.tools.memory import estimate_memory, measure_saved
-from zerotrain.training.setup import Architecture, Setup
+from zerotrain.training.setup import Architecture, Setup, resolve
 
 SIZES = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "intermediate_size": 48}  # fmt: skip
@@ -136,6 +136,33 @@ def test_saved_activations_are_those_of_a_model_with_weights(kind, trained):
         saved.pop(parameter.untyped_storage(), None)
     measured = measure_saved(skeleton, 2, False, False, 1, 1, 512).kept
     assert measured == pytest.approx(sum(saved.values()), rel=0.005)
+
+
+# Model, layers, DeepSpeed config, ranks, tokens, settings, and the peak in GiB of torch's memory,
+# with a library in place of CUDA that computes nothing, and a group in which only rank 0 exists.
+MEASURED = {
+    "DoRA": ("Qwen/Qwen3-0.6B", 28, "zero1", 1, 8192,
+             {"model__lora": {"r": 16, "options": {"use_dora": True}}}, 25.68),
+    "dropout": ("Qwen/Qwen3-0.6B", 28, "zero1", 1, 8192,
+                {"model__lora": {"r": 16, "dropout": 0.1}}, 19.63),
+    "shared sequences, recomputed": ("Qwen/Qwen2.5-1.5B", 28, "ulysses", 2, 32768,
+                                     {"model__activation_checkpointing": True}, 17.66),
+    "experts": ("Qwen/Qwen3-30B-A3B", 4, "zero3", 8, 8192, {}, 20.67),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_estimates_are_within_a_tenth_of_what_was_measured(tiny_config, name):
+    model, layers, ds_config, ranks, tokens, settings, measured = MEASURED[name]
+    shape = json.loads((REPO / "recipes" / "shapes.json").read_text())[model]
+    config = read_config(tiny_config(
+        ds_config=f"ds_configs/{ds_config}.json", train__precision="bf16", **settings,
+        data={"micro_batch_tokens": tokens, "max_length": tokens, "train_sources": ["none"]},
+    ))  # fmt: skip
+    shape = AutoConfig.for_model(**shape | {"num_hidden_layers": layers})
+    machine = Machine(ranks, ranks, "cuda", "bf16")
+    setup = resolve(config, machine, Architecture.of(config.model, shape))
+    assert measured == pytest.approx(estimate_memory(setup).peak / GIB, rel=0.1)
 
 
 def test_a_tensor_parallel_rank_has_whole_mixers():

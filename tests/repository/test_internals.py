@@ -102,6 +102,9 @@ INTERNALS = {
     "zerotrain/checkpoint/masters.py": """
         transformers.modeling_utils: load_state_dict
     """,
+    "zerotrain/tools/memory.py": """
+        torch.overrides: TorchFunctionMode
+    """,
     "zerotrain/model/load.py": """
         transformers.modeling_utils: _keys_to_ignore_on_load_unexpected load_state_dict
             get_expanded_tied_weights_keys

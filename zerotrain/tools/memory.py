@@ -7,15 +7,20 @@ leaves out CUDA's context, NCCL's buffers and fragmentation in the allocator. Ke
 free for them.
 """
 
+import inspect
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -98,7 +103,9 @@ class MemoryEstimate:
     activations: float
     """`inputs` if the run has activation checkpointing, else `kept`."""
     loss: float
-    """What the loss needs beside states and activations, with ZeRO 3's gathered weights."""
+    """What the loss needs beside states and activations, or then the gradients of the output head
+    and the embeddings; with ZeRO 3's gathered weights.
+    """
     layer: float
     """What the backward pass of one layer, after the loss, needs beside states and activations."""
     update: float
@@ -128,7 +135,7 @@ def estimate_memory(setup: Setup) -> MemoryEstimate:
     """
     sizes = RunSizes(setup)
     states = _model_states(setup, sizes)
-    held, gathered, reduced = _buffers(setup, sizes)
+    buffers = _buffers(setup, sizes)
     tokens = setup.config.data.micro_batch_tokens // sizes.sequence
     saved = _kept_activations(setup, sizes, tokens)
     inputs = sizes.weight_bytes * sizes.layers * sizes.hidden * tokens + saved.outside
@@ -136,13 +143,16 @@ def estimate_memory(setup: Setup) -> MemoryEstimate:
     cpu, nvme = _node_memory(setup, sizes, states)
     readers = 1 if sizes.stage == 3 else setup.machine.local_ranks  # read files at the same time
     return MemoryEstimate(
-        states=states.on_device | {"buffers": held},
+        states=states.on_device | {"buffers": buffers.held},
         kept=saved.kept,
         inputs=inputs,
         activations=inputs if recomputes else saved.kept,
-        loss=_loss(setup, sizes, tokens) + gathered,
+        loss=max(_loss(setup, sizes, tokens), buffers.reduced_outside) + buffers.gathered,
         # Three gradients as large as the largest activation, such as a gated product's.
-        layer=3 * saved.largest + saved.layer * recomputes + gathered + reduced,
+        layer=3 * saved.largest
+        + saved.layer * recomputes
+        + buffers.gathered
+        + buffers.reduced_in_layer,
         update=_update(setup, sizes, states),
         cpu=cpu,
         loading=readers * sizes.weight_bytes * setup.architecture.counts.total,
@@ -204,6 +214,30 @@ def _empty_attention(
     return _EmptyAttention.apply(query, key, value, mask), None
 
 
+class _Packed:
+    """A tensor that autograd has saved. It lives as long as the graph."""
+
+    def __init__(self, tensor: torch.Tensor, size: float) -> None:
+        self.tensor, self.size = tensor, size
+
+
+class _CudaDropout(TorchFunctionMode):
+    """Saves dropout's mask as on CUDA, a byte per element. On other devices the mask has the type
+    of the states.
+    """
+
+    def __torch_function__(
+        self, function: Callable, _types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if function is F.dropout:
+            given = inspect.signature(F.dropout).bind(*args, **kwargs or {})
+            given.apply_defaults()
+            return torch.native_dropout(*(given.arguments[n] for n in ("input", "p", "training")))[
+                0
+            ]
+        return function(*args, **kwargs or {})
+
+
 def _kept_activations(setup: Setup, sizes: RunSizes, tokens: int) -> Saved:
     """Return what the forward pass keeps without activation checkpointing."""
     model = setup.config.model
@@ -259,17 +293,24 @@ def measure_saved(
         AttentionMaskInterface.register(EMPTY_ATTENTION, lambda **_: None)
         model.set_attn_implementation(EMPTY_ATTENTION)
     caveat = ""
-    saved, marks = {}, []  # bytes by storage; their sum before and after each layer
+    packed, marks = WeakSet(), []  # what graphs have saved; its bytes before and after each layer
     hidden, layers = hidden_size(model), model.config.get_text_config().num_hidden_layers
     pieces = ranks
     weights = {weight.untyped_storage() for weight in model.parameters()}
 
-    def save(activation: torch.Tensor) -> torch.Tensor:
-        storage = activation.untyped_storage()
-        if storage not in weights:
-            is_hidden = activation.shape[-1:] == (hidden,)
-            saved.setdefault(storage, storage.nbytes() / (1 if is_hidden else pieces))
-        return activation
+    def save(activation: torch.Tensor) -> _Packed:
+        is_hidden = activation.shape[-1:] == (hidden,)
+        size = activation.untyped_storage().nbytes() / (1 if is_hidden else pieces)
+        each = _Packed(activation, size)
+        packed.add(each)
+        return each
+
+    def sizes() -> list[float]:
+        """Return the bytes of each storage that autograd keeps now. It keeps nothing of a graph
+        that the forward pass has dropped, such as that of DoRA's norms.
+        """
+        by_storage = {each.tensor.untyped_storage(): each.size for each in packed}
+        return [size for storage, size in by_storage.items() if storage not in weights]
 
     def divide(ranks: int, *_: Any) -> None:
         """Each rank of a tensor-parallel group has whole hidden states and mixers, and a piece of
@@ -279,7 +320,7 @@ def measure_saved(
         pieces = ranks
 
     def mark(*_: Any) -> None:
-        marks.append(sum(saved.values()))
+        marks.append(sum(sizes()))
 
     for module in text_modules(model):
         if isinstance(module, GradientCheckpointingLayer):
@@ -297,12 +338,12 @@ def measure_saved(
     head = model.get_output_embeddings()
     head.register_forward_pre_hook(lambda _, args: (args[0][:, :1].clone(), *args[1:]))
     for device in ("cpu", "meta"):  # Some mixers read a value of the mask, others multiply by it.
-        saved.clear()
+        packed.clear()
         marks.clear()
         mask = torch.ones(1, length, dtype=torch.int64, device=device)
         try:
-            with saved_tensors_hooks(save, lambda activation: activation):
-                model(input_ids=ids, attention_mask=mask, use_cache=False)
+            with saved_tensors_hooks(save, lambda each: each.tensor), _CudaDropout():
+                output = model(input_ids=ids, attention_mask=mask, use_cache=False)
             break
         except Exception as error:  # a model's own code can raise anything
             problem = summarize(error)
@@ -313,10 +354,12 @@ def measure_saved(
         )
         layer = TYPICAL_BYTES / 2 * weight_bytes * hidden * length
         return Saved(layers * layer, 0, layer, layer, caveat)
-    kept = sum(saved.values())
+    found = sizes()
+    kept = sum(found)
+    del output  # until here it has kept the graph
     inside = marks[-1] - marks[0] if marks else kept
     layer = max((after - before for before, after in pairwise(marks)), default=inside / layers)
-    return Saved(kept, kept - inside, layer, max(saved.values(), default=0), caveat)
+    return Saved(kept, kept - inside, layer, max(found, default=0), caveat)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -389,6 +432,18 @@ def _linear_weights(skeleton: PreTrainedModel) -> set[nn.Parameter]:
     return {m.weight for m in skeleton.modules() if isinstance(m, nn.Linear)}
 
 
+@cache
+def _trained_sizes(skeleton: PreTrainedModel) -> list[list[int]]:
+    """Return the numbers of elements of trained parameters: first of those outside of layers, then
+    of each layer's.
+    """
+    layers = [m for m in skeleton.modules() if isinstance(m, GradientCheckpointingLayer)]
+    groups = [[p for p in layer.parameters() if p.requires_grad] for layer in layers]
+    inside = {p for group in groups for p in group}
+    outside = [p for p in _parameters(skeleton) if p.requires_grad and p not in inside]
+    return [[p.numel() for p in group] for group in (outside, *groups)]
+
+
 def _loss(setup: Setup, sizes: RunSizes, tokens: int) -> float:
     """Bytes of the logits, and of input and gradient of the output head. The loss over chunks sums
     the head's gradient in fp32. Adapters on the head need the logits of all tokens at a time.
@@ -420,29 +475,52 @@ def _update(setup: Setup, sizes: RunSizes, states: _ModelStates) -> float:
     return max(root * states.updated, 4 * min(states.trained, 5e8) if sizes.stage < 2 else 0)
 
 
-def _buffers(setup: Setup, sizes: RunSizes) -> tuple[float, float, float]:
-    """Return the bytes that ZeRO 2 and 3 of DeepSpeed 0.19.8 need beside the model states: all the
-    time, for gathered weights, and for gradients in the backward pass of layers.
+class _Buffers(NamedTuple):
+    """Bytes that ZeRO 2 and 3 of DeepSpeed 0.19.8 need beside the model states."""
+
+    held: float
+    """During the whole run."""
+    gathered: float
+    """For gathered weights, from the forward pass to the end of the backward pass. On one rank they
+    are the partitions.
+    """
+    reduced_outside: float
+    """For gradients of weights outside of layers. No layer's activations exist beside them."""
+    reduced_in_layer: float
+    """For gradients in the backward pass of layers."""
+
+
+def _buffers(setup: Setup, sizes: RunSizes) -> _Buffers:
+    """Return the buffers of communication.
 
     Gradients are reduced in buckets; a gradient larger than a bucket is reduced on its own. Those
-    in 16 bits are copied to communication_data_type, fp32. ZeRO 3 gathers weights from the forward
-    pass to the end of the backward pass; on one rank they are the partitions.
+    in 16 bits are copied to communication_data_type, fp32. ZeRO 3 reduces the gradients of a layer
+    when it has all of them.
     """
     if sizes.stage < 2:
-        return 0, 0, 0
+        return _Buffers(0, 0, 0, 0)
     zero = setup.ds_config["zero_optimization"]
     width = sizes.weight_bytes
-    parameters = _parameters(setup.architecture.skeleton)
-    trained = [p.numel() for p in parameters if p.requires_grad]
-    largest = max(trained, default=0)
-    bucket = min(zero.get("reduce_bucket_size", 5e8), sum(trained))
-    reduced = (width + 4 if width < 4 else width) * max(bucket, largest)
+    skeleton = setup.architecture.skeleton
+    outside, *layers = _trained_sizes(skeleton)
+    bucket = min(zero.get("reduce_bucket_size", 5e8), sum(map(sum, (outside, *layers))))
+    # reduce_scatter_coalesced of ZeRO 3 flattens the gradients.
+    copied = (4 if width < 4 else 0) + (4 if sizes.stage == 3 else 0)
+
+    def reduced(numels: list[int], at_once: float) -> float:
+        return width * max(bucket, at_once) + copied * max(bucket, *numels, 0)
+
+    alone = reduced(outside, max(outside, default=0))
     if sizes.stage == 2:
-        return 0, 0, width * bucket * (2 if zero.get("overlap_comm") else 1) + reduced
-    live = min(zero.get("stage3_max_live_parameters", 1e9), sum(p.numel() for p in parameters))
+        filled = width * bucket * (2 if zero.get("overlap_comm") else 1)
+        of_layers = max((reduced(layer, max(layer, default=0)) for layer in layers), default=alone)
+        return _Buffers(0, 0, filled + alone, filled + of_layers)
+    live = min(
+        zero.get("stage3_max_live_parameters", 1e9), sum(p.numel() for p in _parameters(skeleton))
+    )
     gathered = live * (setup.machine.ranks > sizes.tensor)
-    # The last term is for reduce_scatter_coalesced, which flattens the gradients.
-    return width * bucket, width * gathered, reduced + 4 * max(bucket, largest)
+    of_layers = max((reduced(layer, sum(layer)) for layer in layers), default=alone)
+    return _Buffers(width * bucket, width * gathered, alone, of_layers)
 
 
 def _node_memory(setup: Setup, sizes: RunSizes, states: _ModelStates) -> tuple[float, float]:
