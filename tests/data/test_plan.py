@@ -173,17 +173,30 @@ def test_a_plan_has_every_example_once_within_budget(lengths, world_size, cap, p
     assert step_plan.supervised_tokens == step_plan.tokens == lengths.sum()
 
 
-@pytest.mark.parametrize("packed, least", [(False, 0.8), (True, 0.99)])
-def test_ranks_that_wait_for_each_other_do_equal_work(packed, least):
-    """Each micro-step takes as long as its slowest rank. Useful is the cost without padding."""
-    order, budget = EpochOrder(LENGTHS, 1, 500), Budget(4, 4096, packed=packed)
+@pytest.mark.parametrize(
+    "budget, least",
+    [
+        (Budget(4, 4096), 0.8),
+        (Budget(4, 4096, packed=True), 0.99),
+        (Budget(4, 2048, linear_cost=100, packed=True), 0.98),  # attention costs most
+    ],
+)
+def test_ranks_that_wait_for_each_other_do_equal_work(budget, least):
+    """Each micro-step takes as long as its slowest rank. Useful is the cost without padding. The
+    first micro-step costs most.
+    """
+    order, packed = EpochOrder(LENGTHS, 1, 500), budget.packed
     useful = taken = 0
     for rows in epoch_of(order):
         useful += budget.cost(LENGTHS[rows].astype(np.int64)).sum()
+        slowest = []
         for ranks in plan_step(rows, LENGTHS, LENGTHS, budget).micro_batches:
             sizes = [LENGTHS[group].astype(np.int64) for group in ranks]
-            computed = sizes if packed else [len(s) * [s.max(initial=0)] for s in sizes]
-            taken += 4 * max(budget.cost(np.array(c, np.int64)).sum() for c in computed)
+            widths = [budget.padded(s.max(initial=0)) for s in sizes]
+            computed = sizes if packed else [len(s) * [w] for s, w in zip(sizes, widths, strict=True)]
+            slowest.append(max(budget.cost(np.array(c, np.int64)).sum() for c in computed))
+        assert slowest == sorted(slowest, reverse=True)
+        taken += 4 * sum(slowest)
     assert least < useful / taken <= 1
 
 
