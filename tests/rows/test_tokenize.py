@@ -139,6 +139,8 @@ names of speakers: {messages: [{<<: *user, name: N}, {<<: *good, name: M}]}
 a recorded loss: {messages: [*user, {<<: *good, loss: 0.3}]}
 a user's weight: {messages: [{<<: *user, train: true}, *good, *user, {<<: *bad, train: 0}]}
 history: {instruction: p, input: "", output: good, history: [[p, good]], system: s}
+reasoning: {instruction: p, input: i, output: good, reasoning: r}
+reasoning of renamed keys: {question: p, answer: good, thinking: r}
 choices: {prompt: p, completion: good, choices: [a, b]}
 pairs: {conversation: [{human: p, assistant: good}, {human: p, assistant: good}]}
 texts: {conversations: [p, good, p, good], source: LIMA}
@@ -179,6 +181,7 @@ HH-RLHF:
 CALL = '{"name": "f", "arguments": {"a": 1}}'
 TRAINED = {  # what is trained of a row of MENDED, unless it is "good"
     "history": "goodgood", "pairs": "goodgood", "texts": "goodgood", "a number as content": "4",
+    "reasoning": "rgood", "reasoning of renamed keys": "rgood",
     "a result that is an object": "goodgood", "Anthropic": f"good{CALL}good",
     "OpenAI's responses": f"{CALL}good", "LLaMA-Factory v1": f"good{CALL}good",
     "HH-RLHF": "goodgood",
@@ -242,7 +245,8 @@ CURES = {  # the file as it is, and the answers that are left after the command 
 }
 WRITES = (
     "{{ tools | tojson if tools }}{% for m in messages if m.role != 'developer' %}<|{{ m.role }}|>"
-    "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|end|>"
+    "{{ m.reasoning_content }}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function | tojson }}{% endfor %}<|end|>"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 

@@ -14,7 +14,14 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from zerotrain.rows.messages import FORMAT_KEYS, MEDIA, METADATA, TOOL_KEYS, parsed
+from zerotrain.rows.messages import (
+    FORMAT_KEYS,
+    MEDIA,
+    METADATA,
+    REASONING_KEYS,
+    TOOL_KEYS,
+    parsed,
+)
 from zerotrain.rows.readers import (
     MAX_ROW_CHARACTERS,
     TEXT_AT_ONCE,
@@ -42,6 +49,11 @@ ANSWERS = ("answer", "response", "completion", "output", "assistant", "gpt", "bo
 CONTEXTS = ("input", "context")
 TURNS = {"conversations", "conversation", "messages", "dialog", "dialogue", "turns"}
 ANY_QUESTION, ANY_ANSWER = (" // ".join(f".{k}" for k in keys) for keys in (QUESTIONS, ANSWERS))
+ASKED = (
+    "([.instruction // .prompt // .question // .query, .input | strings | "
+    'select(. != "")] | join("\\n\\n"))'
+)
+PAIR_KEYS = f".instruction, .prompt, .question, .query, .input, {ANY_ANSWER.replace(' //', ',')}"
 MEDIA_PART = re.compile("(input_)?(image|video|audio)(_url)?")
 NO_MEDIA = (
     "select([., (.[] | arrays[] | objects | ., (.content | arrays[] | objects)) | to_entries[] | "
@@ -130,6 +142,13 @@ def _media(row: JsonObject) -> str | None:
     )
 
 
+def _reasoning(row: JsonObject) -> str | None:
+    keys = re.findall(r"\w+", PAIR_KEYS)
+    texts = {key for key in (*keys, *REASONING_KEYS) if isinstance(row.get(key), str)}
+    is_pair = texts & {*ANSWERS} and texts & {*keys}.difference(ANSWERS)
+    return _first(key for key in REASONING_KEYS if is_pair and key in texts)
+
+
 def _turns_with(is_it: Callable[[JsonObject], Any]) -> Callable[[JsonObject], str | None]:
     return lambda row: _first(key for key, turns in _chats(row) if any(map(is_it, turns)))
 
@@ -165,10 +184,14 @@ LAYOUTS = [
         lambda row: "history" if _is_list(row.get("history"), list) else None,
         '([.system | strings | select(. != "") | {role: "system", content: .}] + [KEY // [] | .[] '
         '| {role: "user", content: .[0]}, {role: "assistant", content: .[1]}] + [{role: "user", '
-        "content: ([.instruction // .prompt // .question // .query, .input | strings | "
-        f'select(. != "")] | join("\\n\\n"))}}, {{role: "assistant", content: ({ANY_ANSWER})}}]) '
-        "as $turns | del(KEY, .system, .instruction, .prompt, .question, .query, .input, "
-        f"{ANY_ANSWER.replace(' //', ',')}) | .messages = $turns",
+        f'content: {ASKED}}}, {{role: "assistant", content: ({ANY_ANSWER})}}]) as $turns | '
+        f"del(KEY, .system, {PAIR_KEYS}) | .messages = $turns",
+    ),
+    Layout(
+        "its reasoning belongs to its answer",
+        _reasoning,
+        f'[{{role: "user", content: {ASKED}}}, {{role: "assistant", content: ({ANY_ANSWER}), '
+        f"reasoning_content: KEY}}] as $turns | del(KEY, {PAIR_KEYS}) | .messages = $turns",
     ),
     Layout(
         "all rows are in its table",
