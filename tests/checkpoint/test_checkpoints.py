@@ -28,6 +28,7 @@ from harness.runs import (
     read_metrics,
 )
 
+from zerotrain.checkpoint.manifest import inspect
 from zerotrain.checkpoint.run_folder import checkpoint_name, list_complete
 from zerotrain.runtime.errors import UserError
 from zerotrain.tools.saved import checkpoint_problem, choose_checkpoint
@@ -213,6 +214,9 @@ def test_which_checkpoints_are_kept(forks, tiny_config, tmp_path):
     shutil.rmtree(chosen)
     named = "cannot be used: ... ; checkpoint.keep_best: true keeps the best checkpoint"
     refused(named, partial(choose_checkpoint, best=True), tmp_path / "run")
+    unreadable = tmp_path / ("x" * 300)  # also for root
+    refused("cannot be read: File name too long", choose_checkpoint, unreadable)
+    assert "cannot be read" in inspect(unreadable)[1]["COMPLETE"]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -57,6 +57,14 @@ def test_a_shard_that_would_run_code_is_refused(forks, tiny_config, tmp_path):
         error = UserError(forks.refusal(config, *flags, *more, ranks=2))
         assert error.place == str(shard)
     assert not canary.exists()
+    content = torch.load(checkpoint / "shards/rank_00000.pt", weights_only=False)
+    for name, (first, states) in content["parts"].items():
+        content["parts"][name] = (first, {key: t.to(torch.complex64) for key, t in states.items()})
+    shard = checkpoint / "shards/rank_00000.pt"
+    torch.save(content, shard)
+    rewrite(checkpoint, "shards/rank_00000.pt", shard.read_bytes())
+    with pytest.raises(UserError, match="complex numbers"):
+        export_checkpoint(checkpoint, tmp_path / "exported")
 
 
 # --------------------------------------------------------------------------------------------------

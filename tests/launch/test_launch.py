@@ -2,6 +2,7 @@
 pytest tests/launch/test_launch.py
 """
 
+import json
 import math
 import re
 import shlex
@@ -16,6 +17,8 @@ from harness.repository import REPO
 from harness.runs import assert_each_step_once, curve, determined, read_metrics
 from namespaces import kill, left_on_hosts, needs_hosts, start
 
+from zerotrain.launch.launch import event_of
+from zerotrain.launch.node import EVENT
 from zerotrain.tools.goodput import USEFUL, measure_goodput
 
 pytest_plugins = ["namespaces"]
@@ -127,3 +130,16 @@ def test_a_spare_host_replaces_a_lost_one_and_a_run_goes_on_with_fewer_and_under
     assert len(curve(folder)) == 90
     np.testing.assert_allclose(curve(folder)[:40], curve(tmp_path / "whole")[:40], rtol=1e-5)
     assert not left_on_hosts(str(config))
+
+
+@pytest.mark.parametrize("event, is_said", [
+    ({"failed": "rank 0", "code": 1}, True),
+    ({"failed": "rank 0", "code": 0}, False),
+    ({"failed": "rank 0", "code": 10**30}, False),
+    ({"stalled": 2.0, "watched": 30.0}, True),
+    ({"stalled": float("inf"), "watched": float("nan")}, False),
+    ({"stalled": -1.0, "watched": 30.0}, False),
+])  # fmt: skip
+def test_an_event_that_no_wrapper_says_is_a_line_of_a_rank(event, is_said):
+    line = f"{EVENT}{json.dumps(event)}"
+    assert (event_of(line) is not None) == is_said

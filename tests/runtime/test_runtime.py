@@ -10,6 +10,7 @@ from harness.processes import free_port, run
 
 from zerotrain.runtime.errors import EnvironmentFailure, UserError
 from zerotrain.runtime.process_group import check_devices
+from zerotrain.runtime.progress import show_rows
 from zerotrain.runtime.seeding import rng_state, set_rng_state
 
 
@@ -23,6 +24,14 @@ from zerotrain.runtime.seeding import rng_state, set_rng_state
 def test_an_error_knows_the_place_and_the_key_that_its_message_names(line, place, key):
     error = UserError(line)
     assert (error.place, error.key) == (place, key)
+
+
+def test_what_a_stranger_may_have_named_is_short_and_printable(capsys):
+    """The end of a message says what to do."""
+    text = str(UserError(f"a.json: {'x' * 10**6}: unknown; remove it"))
+    assert text.startswith("a.json: xxx") and text.endswith("; remove it") and len(text) == 2000
+    show_rows({"rejected \x1b]0;title\x07": "a\x1b[2J"})
+    assert "\x1b" not in capsys.readouterr().out
 
 
 def test_a_reader_that_ends_early_is_no_traceback():

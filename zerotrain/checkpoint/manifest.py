@@ -128,8 +128,11 @@ def inspect(checkpoint: Path) -> tuple[str | None, dict[str, str]]:
     another size. No checksums are computed.
     """
     # An interrupted copy may have a manifest and lack files. COMPLETE is written last.
-    if not (checkpoint / COMPLETE).is_file():
-        return None, {COMPLETE: "is missing: not a checkpoint, or its save was interrupted"}
+    try:
+        if not (checkpoint / COMPLETE).is_file():
+            return None, {COMPLETE: "is missing: not a checkpoint, or its save was interrupted"}
+    except OSError as error:
+        return None, {COMPLETE: f"cannot be read: {describe(error)}"}
     try:
         manifest = read_manifest(checkpoint)
     except UserError as error:

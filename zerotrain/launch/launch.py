@@ -7,6 +7,7 @@ fails or is lost, and when this process ends, however it ends.
 """
 
 import json
+import math
 import queue
 import re
 import signal
@@ -28,6 +29,7 @@ from zerotrain.runtime.errors import (
     EXIT_USER_MISTAKE,
     UserError,
     exit_on_error,
+    printable,
 )
 from zerotrain.runtime.files import append_line
 from zerotrain.tools.launches import note_attempt
@@ -95,12 +97,14 @@ def event_of(line: str) -> dict | None:
     """Return what a node wrapper says in a line. None for other lines: a rank may print EVENT."""
     if line.startswith(EVENT):
         with suppress(ValueError, RecursionError):
-            match json.loads(line.removeprefix(EVENT)):
-                case (
-                    {"failed": str(), "code": int()}
-                    | {"stalled": float(), "watched": float()}
-                    | {"client": str(), "server": str(), "port": int(), "machine": str()}
-                ) as event:
+            match event := json.loads(line.removeprefix(EVENT)):
+                case {"failed": str(), "code": int(code)} if 0 < code < 256:
+                    return event
+                case {"stalled": float(seconds), "watched": float(all_seconds)} if (
+                    0 <= seconds <= all_seconds < math.inf
+                ):
+                    return event
+                case {"client": str(), "server": str(), "port": int(), "machine": str()}:
                     return event
     return None
 
@@ -274,7 +278,7 @@ class Attempt:
         if "failed" not in event:
             source.greeting = event
             return
-        code, cause = event["code"], f"{source.host}: {event['failed']}"
+        code, cause = event["code"], printable(f"{source.host}: {event['failed']}")
         print(cause)
         if code > 128:  # ended by a signal
             self.fail(0, code, cause)

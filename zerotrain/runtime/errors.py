@@ -29,6 +29,8 @@ EXIT_FAILURE = 1
 EXIT_USER_MISTAKE = 2
 EXIT_PREEMPTED = 75  # sysexits.h: EX_TEMPFAIL, try again later
 EXIT_INTERRUPTED = 130
+MAX_CHARACTERS = 2000
+"""Characters of a message. A file of a stranger may have keys and names of any length."""
 
 
 # The start of a message: `PLACE: KEY: `, where both may be missing. rank_prefix() may come first.
@@ -51,7 +53,10 @@ class UserError(Exception):
     exit_code = EXIT_USER_MISTAKE
 
     def __init__(self, message: str) -> None:
-        super().__init__(printable(message))
+        message = printable(message)
+        if len(message) > MAX_CHARACTERS:  # its end says what to do
+            message = f"{message[: MAX_CHARACTERS // 2]} ... {message[5 - MAX_CHARACTERS // 2 :]}"
+        super().__init__(message)
         self.place, self.key = WHERE.match(message).groups()
 
 

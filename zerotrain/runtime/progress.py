@@ -20,12 +20,13 @@ def print_line(text: str) -> None:
 
 def show_rows(rows: Mapping[str, str]) -> None:
     """Print names and texts in two columns; long texts are wrapped on a terminal only."""
+    rows = {printable(name): printable(text) for name, text in rows.items()}
     width = max(map(len, rows))
     # in a file, a row stays one line, which can be searched for
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
     for name, text in rows.items():
         start = f"  {name:<{width}}  "
         print(textwrap.fill(
-            printable(text), columns, initial_indent=start, break_on_hyphens=False,
+            text, columns, initial_indent=start, break_on_hyphens=False,
             subsequent_indent=" " * len(start),
         ))  # fmt: skip

@@ -28,7 +28,10 @@ def choose_checkpoint(folder: Path, best: bool = False) -> Path:
     Raises:
         UserError: there is no such checkpoint, or it cannot be used.
     """
-    checkpoints = list_checkpoints(checkpoints_folder(folder)) or [folder]
+    try:
+        checkpoints = list_checkpoints(checkpoints_folder(folder)) or [folder]
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be read: {describe(error)}") from error
     for checkpoint in reversed(checkpoints):
         problem = checkpoint_problem(checkpoint)
         if problem is None:
