@@ -329,6 +329,24 @@ def test_a_file_of_another_kind_than_its_name_says_is_renamed(tmp_path):
             assert rows_in(tmp_path / renamed) == ROWS[:1]
 
 
+def test_a_path_that_is_not_found_names_what_it_may_mean(tmp_path, monkeypatch):
+    path = write_rows(tmp_path / "rows.jsonl", ROWS)
+    for name in ("row.jsonl", "rows.json1", "\u201crows.jsonl\u201d"):
+        assert re.search(r"did you mean (.*?)\?", refusal(tmp_path / name))[1] == path.name
+    assert "the variable ${ROWS_OF_MINE} is not set" in refusal("${ROWS_OF_MINE}/rows.jsonl")
+    monkeypatch.setenv("ROWS_OF_MINE", str(tmp_path))
+    assert rows_in("${ROWS_OF_MINE}/rows.jsonl") == ROWS
+
+
+@pytest.mark.skipif(not shutil.which("jq"), reason="needs jq")
+def test_plain_text_becomes_rows_by_the_command_of_the_message(tmp_path):
+    (tmp_path / "notes.txt").write_text("one\ntwo\n")
+    command = re.search(r"with (jq .*?) OLD > NEW.jsonl", refusal(tmp_path / "notes.txt"))[1]
+    rows = subprocess.check_output(f"{command} {tmp_path}/notes.txt", shell=True)
+    (tmp_path / "notes.jsonl").write_bytes(rows)
+    assert rows_in(tmp_path / "notes.jsonl") == [{"text": "one"}, {"text": "two"}]
+
+
 def test_a_file_that_is_damaged_in_a_row_is_not_to_be_converted(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes('{"text": "é"}\n{"text": "ü"}\n{"text": "'.encode() + b'\xff"}\n')

@@ -162,6 +162,16 @@ OpenAI's responses:
   - {type: function_call, call_id: c1, name: f, arguments: '{"a": 1}'}
   - {type: function_call_output, call_id: c1, output: r}
   - {type: message, role: assistant, content: [{type: output_text, text: good, logprobs: [1]}]}
+turns named by role: {messages: [{user: p}, {assistant: good}, {human: p}, {gpt: good}]}
+turns as lists: {conversation: [[user, p], [assistant, good]]}
+an object of lists: {conversations: {from: [human, gpt], value: [p, good]}}
+Gemini:
+  systemInstruction: {parts: [{text: s}]}
+  contents: [{role: user, parts: [{text: p}]}, {role: model, parts: [{text: go}, {text: od}]}]
+parts of a system prompt: {system: [{text: s}], messages: [*user, *good]}
+several answers: {instruction: p, input: "", output: [good, better]}
+the number of a choice: {prompt: p, completion: 1, choices: [bad, good]}
+splits: {train: [{prompt: p, completion: good}], test: [{prompt: p, completion: bad}]}
 axolotl's segments:
   segments: [{label: false, text: p}, {label: true, text: good}, {label: false, text: p}]
 LLaMA-Factory v1:
@@ -180,6 +190,7 @@ HH-RLHF:
 """)
 CALL = '{"name": "f", "arguments": {"a": 1}}'
 TRAINED = {  # what is trained of a row of MENDED, unless it is "good"
+    "turns named by role": "goodgood",
     "history": "goodgood", "pairs": "goodgood", "texts": "goodgood", "a number as content": "4",
     "reasoning": "rgood", "reasoning of renamed keys": "rgood",
     "a result that is an object": "goodgood", "Anthropic": f"good{CALL}good",

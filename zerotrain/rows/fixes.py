@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 
 from zerotrain.rows.messages import (
     FORMAT_KEYS,
+    IN_PROMPT,
     MEDIA,
     METADATA,
     REASONING_KEYS,
+    ROLES,
     TOOL_KEYS,
     parsed,
 )
@@ -128,6 +130,7 @@ def _columns(row: JsonObject) -> str | None:
 def _wrapped(row: JsonObject) -> str | None:
     lists = [key for key, value in row.items() if _is_list(value, dict)]
     is_row = any({*keys} <= row.keys() for keys in FORMAT_KEYS.values()) or _chats(row)
+    lists = ["train"] if "train" in lists else lists
     return lists[0] if len(lists) == 1 and not is_row and lists[0] not in TOOL_KEYS else None
 
 
@@ -178,6 +181,52 @@ LAYOUTS = [
         lambda row: _first(k for k, v in row.items() if k in {*TURNS, "data"} and _is_list(v, str)),
         "KEY as $texts | del(KEY) | .messages = [$texts | to_entries[] | "
         '{role: (if .key % 2 == 0 then "user" else "assistant" end), content: .value}]',
+    ),
+    Layout(
+        "the keys of its turns are their roles",
+        lambda row: _first(
+            k
+            for k, v in row.items()
+            if _is_list(v, dict) and all(len(t) == 1 and {*t} <= ROLES.keys() for t in v)
+        ),
+        "KEY as $turns | del(KEY) | .messages = [$turns[] | to_entries[] | {role: .key, content: "
+        ".value}]",
+    ),
+    Layout(
+        "its turns are lists of a role and a text",
+        lambda row: _first(
+            k
+            for k, v in row.items()
+            if _is_list(v, list)
+            and all(_is_list(t, str) for t in v)
+            and {len(t) for t in v} == {2}
+            and {t[0].lower() for t in v} <= ROLES.keys()
+        ),
+        "KEY as $turns | del(KEY) | .messages = [$turns[] | {role: .[0], content: .[1]}]",
+    ),
+    Layout(
+        "its turns are an object of lists",
+        lambda row: _first(
+            k
+            for k, v in row.items()
+            if isinstance(v, dict)
+            and {"role", "from"} & v.keys()
+            and all(isinstance(values, list) for values in v.values())
+        ),
+        "KEY |= (. as $turns | [first(.[]) | keys[] as $i | $turns | map_values(.[$i])])",
+    ),
+    Layout(
+        "it is a request to Gemini",
+        lambda row: "" if _is_list(row.get("contents"), dict) else None,
+        '([(.systemInstruction // .system_instruction | objects | {role: "system", content: '
+        '[.parts[].text] | join("")}), (.contents[] | {role, content: [.parts[] | .text // '
+        'error("not text")] | join("")})]) as $turns | del(.contents, .systemInstruction, '
+        ".system_instruction) | .messages = $turns",
+    ),
+    Layout(
+        "its system prompt is a list of parts",
+        lambda row: "" if _is_list(row.get("system"), dict) else None,
+        '.system |= (map(.text // error("not text")) | join("\\n"))',
     ),
     Layout(
         "its question follows the turns in history",
@@ -348,10 +397,22 @@ def _layout_fix(row: JsonObject, columns: dict[str, str]) -> str | None:
         if (key := layout.key_of(row)) is not None:
             return f"{layout.name.replace('KEY', key)}: {_command(layout.program, key)}"
     keys = {columns.get(key, key) for keys in FORMAT_KEYS.values() for key in keys}
-    if values := [k for k in sorted({*row} & keys) if isinstance(row[k], int | float)]:
-        paths = ", ".join(f".{json.dumps(key)}" for key in values)
-        return f"{values[0]} is not a text; to write it as one: " + _command(
-            f"({paths} | numbers, booleans) |= tostring", ""
+    texts = {key: row[key] for key in sorted({*row} & keys)}
+    if numbers := [key for key, value in texts.items() if isinstance(value, int | float)]:
+        paths = ", ".join(f".{json.dumps(key)}" for key in numbers)
+        choices = _first(k for k in ("choices", "options") if _is_list(row.get(k), str))
+        question = _first(k for k in QUESTIONS if isinstance(row.get(k), str))
+        if choices and question:
+            program = f"{paths} as $i | {paths} = KEY[$i] | "
+            program += IN_PROMPT.replace("PROMPT", f".{json.dumps(question)}")
+            which = f"{numbers[0]} is the number of one of its {choices}, from 0"
+            return f"{which}; to write both as text: {_command(program, choices)}"
+        program = f"({paths} | numbers, booleans) |= tostring"
+        return f"{numbers[0]} is not a text; to write it as one: " + _command(program, "")
+    is_asked = any(isinstance(value, str) for value in texts.values())
+    if lists := [key for key, value in texts.items() if is_asked and _is_list(value, str)]:
+        return f"{lists[0]} is a list; to keep the first of each: " + _command(
+            "(KEY | arrays) |= .[0]", lists[0]
         )
     return None
 

@@ -24,7 +24,7 @@ from zerotrain.rows.readers import (
     parse_json,
     rows_of,
 )
-from zerotrain.runtime.errors import UserError, describe, first_of
+from zerotrain.runtime.errors import UserError, describe, first_of, similar
 from zerotrain.runtime.files import expanded, files_of, read_text
 
 if TYPE_CHECKING:
@@ -89,10 +89,11 @@ def local_files(path: str) -> list[str]:
     candidates = files_of(path)
     rows = [file for file in candidates if FORMAT.search(file) and _has_rows(Path(file))]
     if not rows:
-        what = "it has no file of rows" if candidates else "no such file"
+        what = "it has no file of rows" if candidates else f"no such file{_near(path)}"
         raise UserError(
             f"{path}: {what}; rows are read from {', '.join(READERS)}, also compressed as "
-            f"{', '.join(COMPRESSIONS)}; save other tables, such as .xlsx, as CSV"
+            f"{', '.join(COMPRESSIONS)}; save other tables, such as .xlsx, as CSV, and plain text "
+            "with jq -Rc '{text: .}' OLD > NEW.jsonl"
         )
     if not Path(expanded(path)).is_file():
         _require_all_parts(path, rows)
@@ -106,6 +107,15 @@ def local_files(path: str) -> list[str]:
         named = first_of([*splits.values()])
         raise UserError(f"{path}: it has several splits ({named}); give the files of one split")
     return files
+
+
+def _near(path: str) -> str:
+    """Return what a path that does not exist may mean, for a message; "" if nothing is near."""
+    if unset := re.search(r"\$\{?\w+\}?", expanded(path)):
+        return f": the variable {unset[0]} is not set"
+    folder = Path(expanded(path)).parent
+    names = [file.name for file in folder.iterdir()] if folder.is_dir() else []
+    return similar(Path(path).name, names)
 
 
 def _require_all_parts(path: str, files: list[str]) -> None:
