@@ -193,7 +193,9 @@ def test_ranks_that_wait_for_each_other_do_equal_work(budget, least):
         for ranks in plan_step(rows, LENGTHS, LENGTHS, budget).micro_batches:
             sizes = [LENGTHS[group].astype(np.int64) for group in ranks]
             widths = [budget.padded(s.max(initial=0)) for s in sizes]
-            computed = sizes if packed else [len(s) * [w] for s, w in zip(sizes, widths, strict=True)]
+            computed = (
+                sizes if packed else [len(s) * [w] for s, w in zip(sizes, widths, strict=True)]
+            )
             slowest.append(max(budget.cost(np.array(c, np.int64)).sum() for c in computed))
         assert slowest == sorted(slowest, reverse=True)
         taken += 4 * sum(slowest)
