@@ -2,6 +2,7 @@
 pytest tests/checkpoint/test_trust.py
 """
 
+import json
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ from harness.inputs import rewrite
 from zerotrain.checkpoint import run_folder
 from zerotrain.checkpoint.lock import RunLock
 from zerotrain.checkpoint.run_folder import list_complete, refuse_links
+from zerotrain.checkpoint.state import read_state
 from zerotrain.launch.launch import Attempt
 from zerotrain.runtime.errors import UserError
 from zerotrain.runtime.files import replace_text
@@ -65,6 +67,30 @@ def test_a_shard_that_would_run_code_is_refused(forks, tiny_config, tmp_path):
     rewrite(checkpoint, "shards/rank_00000.pt", shard.read_bytes())
     with pytest.raises(UserError, match="complex numbers"):
         export_checkpoint(checkpoint, tmp_path / "exported")
+
+
+def test_a_position_that_no_run_has_reached_is_refused(forks, tiny_config, tmp_path):
+    config = tiny_config(train__steps=1)
+    forks.finish(config)
+    file = tmp_path / "run/checkpoints/step_00000001/trainer_state.json"
+    text = file.read_text()
+
+    def start_at(key, value):
+        state = json.loads(text)
+        state["progress"]["plan_start"][key] = value
+        rewrite(file.parent, file.name, json.dumps(state).encode())
+
+    for key, value in (("position", 2**2000), ("epoch", 10**400), ("step", 10**308)):
+        start_at(key, value)
+        with pytest.raises(UserError, match="use another checkpoint") as caught:
+            read_state(file.parent)
+        assert caught.value.place == str(file)
+    for key, value in (("position", 2**40), ("step", 2**40), ("epoch", 3)):
+        start_at(key, value)
+        error = UserError(forks.refusal(config, "--dry_run"))
+        assert error.place == str(file) and "use another checkpoint" in str(error)
+    start_at("position", 0)
+    forks.finish(config, "--dry_run")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -363,6 +363,27 @@ def test_malformed_lines_of_metrics_are_skipped(tmp_path, monkeypatch):
         read_metrics(tmp_path)
 
 
+@pytest.mark.parametrize("odd", ['"x"', "0", "1e400", "-1", "null", str(10**400)])
+def test_no_time_of_a_record_ends_a_run(tmp_path, odd):
+    """A resumed run reads its earlier records. A live run's clock may be set back. Steps with
+    ordinary times have their goodput, and the others have none.
+    """
+    start = '{"kind": "start", "step": 0, "time": %s}'
+    step = '{"kind": "train", "step": 1, "time": %s, "step_seconds": %s}'
+    lines = [start % odd, start % 9, step % (odd, odd), step % (10, 1), step % (11, 1)]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("\n".join(lines))
+    metrics = Metrics([])
+    metrics.sinks.append(JsonlSink(1, RunLock(tmp_path), metrics.useful_time.add))
+    for now in (12.0, 9.0, 8.0):  # 9.0: when the run began
+        metrics.log("train", {"step": 2, "time": now, "step_seconds": 1.0})
+    metrics.close(0)
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    shares = [record.get("goodput") for record in found]
+    assert 0 < shares[-4] < 2 and 0 < shares[-3] < 2 and shares[-2:] == [None, None]
+    assert 0 < measure_goodput(tmp_path).share < 2
+
+
 def test_a_run_without_wandb_warns_of_few_steps(forks, tiny_config, tmp_path):
     """The settings that the warning names give a schedule without it."""
     config = tiny_config(train__epochs=2, train__warmup_examples=5000, tracking__wandb="online")

@@ -193,9 +193,8 @@ class Saver:
         except UserError as error:
             if self._owns_disk:
                 remove(self._draft)
-            raise RunFailed(
-                f"{self._target}: could not be saved: {error}; older checkpoints are unchanged"
-            ) from error
+            older = "; older checkpoints are unchanged" if self.folder.is_dir() else ""
+            raise RunFailed(f"{self._target}: could not be saved: {error}{older}") from error
 
     def _create(self) -> None:
         draft = self._draft

@@ -5,14 +5,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import NonNegativeInt
+from pydantic import Field
 
 from zerotrain.checkpoint.manifest import read_json
 from zerotrain.checkpoint.run_folder import TRAINER_STATE
 from zerotrain.config.ds_config import adam_rule, zero_stage
 from zerotrain.config.parse import plain_config
+from zerotrain.config.schema import NonNegativeInt
 from zerotrain.data.data_plan import DataPlan, PlanRecord, PlanStart
 from zerotrain.model.architecture import describe_config
 from zerotrain.training.optimizer import scaled_learning_rate
@@ -29,6 +30,8 @@ FOLLOWS_PLAN = (
     "train.global_batch_size", "train.global_batch_tokens",
     "train.learning_rate (scaled)", "train.lr_schedule", "train.lr_schedule_args",
 )  # fmt: skip
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 @dataclass(frozen=True)
@@ -84,8 +87,8 @@ class Progress:
 
     step: NonNegativeInt = 0
     """Finished optimizer steps."""
-    examples: NonNegativeInt = 0
-    tokens: NonNegativeInt = 0
+    examples: Count = 0
+    tokens: Count = 0
     eval_loss: float | None = None
     """Loss of the first held-out set after this step; None without an evaluation."""
     best: Best | None = None

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from pydantic import NonNegativeInt, PositiveInt
 
-from zerotrain.config.schema import HELD_OUT, Config
+from zerotrain.config.schema import HELD_OUT, Config, NonNegativeInt, PositiveInt
 from zerotrain.data.cache import TokenizedRows, hold_out
 from zerotrain.data.epoch_order import PLAN_VERSION, EpochOrder
 from zerotrain.data.plan import Budget, StepPlan, plan_step
@@ -201,7 +200,13 @@ def continue_plan(
 
     Args:
         before: the plan of the run so far, which began at `start`.
+
+    Raises:
+        ValueError: no plan of this data begins at `start`.
     """
+    # An epoch has at least one step.
+    if not (start.epoch <= start.step <= global_step and start.position < plan.order.places):
+        raise ValueError(f"plan_start: {start} before step {global_step}")
     # Splitting the rest again would move the bounds of its steps, even by the same global batch.
     if PlanRecord.of(plan) == before:
         return replace(plan, start=start)

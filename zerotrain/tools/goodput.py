@@ -93,7 +93,7 @@ def measure_goodput(folder: Path) -> Goodput:
             if kind == "start":
                 run.add(kind, {"started": time - took})
             elif kind == "train" and time > run.began:
-                share = run.add(kind, {"time": time, "step_seconds": took})["goodput"]
+                share = run.add(kind, {"time": time, "step_seconds": took}).get("goodput", share)
                 others += took * (first is not None)
                 first = first or time
             elif kind != "train" and time <= end:

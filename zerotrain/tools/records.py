@@ -5,7 +5,6 @@ measures how long it computes without waiting for another.
 """
 
 import json
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from zerotrain.checkpoint.manifest import stat_inside
-from zerotrain.tracking.metrics import metrics_lines, parse_record
+from zerotrain.tracking.metrics import metrics_lines, number, parse_record
 
 PHASES = [f"{phase}_seconds" for phase in ("data", "forward", "head", "backward", "optimizer")]
 COMPUTE_MARGIN = 0.25  # A slow rank computes this much longer than the median rank.
@@ -37,11 +36,6 @@ def read_metrics(run_folder: str | Path, kind: str = "train") -> list[dict[str, 
     """
     records = filter(None, map(parse_record, metrics_lines(run_folder)))
     return [record for record in records if record["kind"] == kind]
-
-
-def number(value: Any) -> float:
-    """Return `value` as a float; NaN if it is not a number below 1e30."""
-    return float(value) if isinstance(value, int | float) and abs(value) < 1e30 else math.nan
 
 
 def slow_ranks(by_rank: Sequence[Mapping[str, float]], step_seconds: float) -> list[int]:

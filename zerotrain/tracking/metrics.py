@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -21,6 +22,11 @@ MAX_METRICS_BYTES = 1 << 32
 MAX_LINE_BYTES = 1 << 24
 
 
+def number(value: Any) -> float:
+    """Return `value` as a float; NaN if it is not a number below 1e30."""
+    return float(value) if isinstance(value, int | float) and abs(value) < 1e30 else math.nan
+
+
 class UsefulTime:
     """Goodput: the seconds of useful steps over all seconds since a run's first start.
 
@@ -33,19 +39,25 @@ class UsefulTime:
     _first = None
 
     def add(self, kind: str, values: dict[str, Any]) -> dict[str, Any]:
-        """Return the values of a record, with the goodput up to here if it is a step."""
+        """Return the values of a record, with the goodput up to here if it is a step after a start,
+        by the records' times.
+        """
         if kind == "start":
-            self.began = self.began or values.get("started", values.get("time", 0))
+            times = (number(values.get(name)) for name in ("started", "time"))
+            self.began = self.began or next((time for time in times if time > 0), 0.0)
             self._first = None
         if kind != "train":
             return values
-        took = values.get("step_seconds", 0)
+        took = number(values.get("step_seconds"))
+        took = took if took > 0 else 0.0
         if self._first is None:
             self._first = took
         else:
             self.seconds += took + min(took, self._first)
             self._first = 0
-        return values | {"goodput": self.seconds / (values.get("time", 1) - self.began)}
+        wall_seconds = number(values.get("time")) - self.began
+        # A clock may be set back, and a file may have any numbers.
+        return values | ({"goodput": self.seconds / wall_seconds} if wall_seconds > 0 else {})
 
 
 class Metrics:
@@ -102,11 +114,12 @@ class JsonlSink:
 
     A resumed run removes the records after its checkpoint, because it repeats these steps. Nothing
     is written once another run has taken `lock`. Records that a full disk does not take are written
-    with a later record, up to BUFFER_BYTES.
+    with a later record, up to BUFFER_BYTES. A file that was removed, or renamed with its folder, is
+    written again with all records once the folder has the lock.
     """
 
     def __init__(self, first_step: int, lock: RunLock, add: Callable) -> None:
-        path = lock.folder / METRICS
+        self._path = path = lock.folder / METRICS
         lines = metrics_lines(lock.folder, math.inf) if first_step and path.exists() else []
         records = filter(None, map(parse_record, lines))
         kept = (record for record in records if record["step"] <= first_step)
@@ -117,9 +130,23 @@ class JsonlSink:
 
     def log(self, kind: str, values: dict[str, Any]) -> None:
         if not self._lock.is_lost():
+            if os.path.lexists(self._lock.lock_file):
+                self._write_again()
             record = {"kind": kind, **values}
             self._file.write(json.dumps(record).encode() + b"\n")
             self._file.flush()
+
+    def _write_again(self) -> None:
+        """Copy the open file to its path if the path no longer leads to it."""
+        with suppress(FileNotFoundError):
+            if os.path.samestat(self._path.lstat(), os.fstat(self._file.fileno())):
+                return
+        # The kernel opens a removed file, too, by the descriptor.
+        with Path(f"/proc/self/fd/{self._file.fileno()}").open(encoding="utf-8") as lines:
+            replace_text(self._path, lines)
+        self._file.close()
+        self._file = open_to_append(self._path, BUFFER_BYTES)
+        print(f"WARNING: {self._path} was removed or renamed, and is written again")
 
     def close(self, exit_code: int) -> None:
         self._file.close()
