@@ -144,7 +144,7 @@ def main(config: Config, dry_run: bool = False) -> None:
         # Checkpoints need not hold the frozen weights that are in the files of `base`.
         base = load_start(engine, start, ranks, model_base, config.train.seed)
         if config.train.masters == "spread" and start.checkpoint is None:
-            spread_masters(engine, config, ranks)
+            ranks.run_on_all(lambda: spread_masters(engine, config, ranks))
         check_engine(engine, setup, tokenizer, start.plan, ranks)
 
         # 5. Train.

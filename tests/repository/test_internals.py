@@ -63,7 +63,8 @@ INTERNALS = {
     "zerotrain/checkpoint/zero_state.py": """
         deepspeed.runtime.engine: basic_optimizer
         deepspeed.checkpoint.constants: DS_AUTOTP_UC_META
-        deepspeed.module_inject.layers: partition_dim
+        deepspeed.checkpoint.affine: AffinePiece ParamAffineMap
+        deepspeed.module_inject.layers: partition_dim affine_map DS_TENSOR_MODEL_PARALLEL
         deepspeed.runtime.zero.stage3: fp16_groups fp32_partitioned_groups_flat ds_tensor
             checkpoint_event_prologue checkpoint_event_epilogue optimizer_swapper
         deepspeed.runtime.swap_tensor.optimizer_utils: swap_params_info get_swap_paths

@@ -2,14 +2,20 @@
 pytest tests/training/test_masters.py
 """
 
-import numpy as np
+import re
+from dataclasses import replace
+
 import pytest
 import torch
+from deepspeed.checkpoint.affine import ParamAffineMap
 from harness.inputs import strategy
 from harness.runs import checkpoints, read_metrics
 from transformers import AutoModelForCausalLM
 
-from zerotrain.checkpoint.masters import points_in_cells
+from zerotrain.checkpoint.masters import CHUNK, points_in_cells, random_positions
+from zerotrain.checkpoint.zero_state import piece_of_whole
+from zerotrain.runtime.errors import UserError
+from zerotrain.runtime.ranks import Ranks
 from zerotrain.tools.saved import shards_of_rank, whole_weight
 
 SEED = 7
@@ -21,20 +27,99 @@ def test_points_are_everywhere_in_the_cell_and_round_to_the_value(dtype):
     """Of every 16-bit number: normal, subnormal, powers of two, zeros, the largest, infinite."""
     bits = torch.arange(-(2**15), 2**15).to(torch.int16)
     values = bits.view(dtype).float()
-    index = np.arange(len(values))
+    index = range(len(values))
     for key in map(str, range(20)):
-        points = points_in_cells(values, values, index, key, dtype)
+        points = points_in_cells(values, None, index, key, dtype)
         is_number = ~values.isnan()
         assert torch.equal(points.to(dtype).view(torch.int16)[is_number], bits[is_number])
         assert (points != values)[values.isfinite()].float().mean() > 0.99
     values = torch.full((100_000,), 0.1).to(dtype).float()
-    points = points_in_cells(values, values, np.arange(100_000), "key", dtype)
+    points = points_in_cells(values, None, range(100_000), "key", dtype)
     offsets = (points - values) / (torch.finfo(dtype).eps / 16)  # in the distance of neighbors
     assert offsets.histc(10, -0.5, 0.5).sub(10_000).abs().max() < 500
     assert abs(offsets[1:] @ offsets[:-1]) / 100_000 < 1e-3
-    some = np.arange(40, 100_000, 7)  # as another rank asks for them
-    values = values[some]
-    assert torch.equal(points[some], points_in_cells(values, values, some, "key", dtype))
+    some = torch.arange(40, 100_000, 7)  # as a tensor-parallel rank asks for them
+    assert torch.equal(points[some], points_in_cells(values[some], None, some, "key", dtype))
+
+
+INDICES = (0, 1, 2**17 - 1, 2**17, 2**22, 2**32 - 1, 2**32, 2**33 + 5)
+POSITIONS = {
+    "7 a": (0xDE4499, 0x613603, 0x0503E1, 0xAB014D, 0x74BE5B, 0x5A5734, 0x7D3934, 0xEA31F5),
+    "7 b": (0x5EFDE0, 0x5EB82D, 0x9F4114, 0xE02D10, 0x9DA957, 0x464164, 0x640811, 0xC97C54),
+}
+"""Key -> random positions at INDICES, times 2^24."""
+SUMS_OF_BITS = {torch.bfloat16: 1_337_929_105_910, torch.float16: 1_337_928_266_952}
+"""The sum of the bits of 20,000 points, as integers."""
+
+
+ON_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+def test_a_key_gives_the_same_positions_on_each_device(device):
+    for key, expected in POSITIONS.items():
+        found = random_positions(key, torch.tensor(INDICES, device=device), device).tolist()
+        assert [position * 2**24 for position in found] == [*expected]
+        for index, position in zip(INDICES, expected, strict=True):
+            # A chunk that begins before the index, perhaps in front of another upper word.
+            chunk = range(max(0, index - 3), index + 2)
+            at = chunk.index(index)
+            assert random_positions(key, chunk, device)[at].item() * 2**24 == position
+    for dtype, expected in SUMS_OF_BITS.items():
+        values = torch.arange(-10_000, 10_000, device=device).div(7).to(dtype).float()
+        points = points_in_cells(values, None, range(20_000), "7 a", dtype)
+        assert points.view(torch.int32).long().sum().item() == expected
+
+
+def test_no_rows_columns_chunks_or_parameters_have_related_positions():
+    """A table of 8 chunks, as of a matrix with 4,096 columns."""
+    chunk = CHUNK["cpu"]
+    whole = random_positions("1 w", range(8 * chunk), "cpu")
+    pairs = {lag: (whole[lag:], whole[:-lag]) for lag in (1, 2, 256, 4096, chunk, 4 * chunk)}
+    other = random_positions("1 v", range(8 * chunk), "cpu")
+    beyond = random_positions("1 w", range(2**32, 2**32 + 8 * chunk), "cpu")
+    for lag, (one, two) in (pairs | {"key": (whole, other), "word": (whole, beyond)}).items():
+        cells = (one * 64).int() * 64 + (two * 64).int()
+        expected = len(one) / 4096
+        squares = (cells.bincount(minlength=4096) - expected).square().sum() / expected
+        assert abs(squares - 4095) < 6 * (2 * 4095) ** 0.5, lag
+
+
+def test_split_parameters_have_the_points_of_the_whole_ones(forks, tiny_config, tmp_path):
+    """Of fused matrices, of which a rank has a slice of each part; 4 does not divide some."""
+    config = tiny_config(train__seed=SEED, model__from_config=True)
+    gathered = {}
+    for size in (1, 2, 4):
+        folder = tmp_path / str(size)
+        forks.finish(config, "--output_dir", folder, ranks=size, module="split_masters")
+        pieces = [torch.load(folder / f"{rank}.pt") for rank in range(size)]
+        gathered[size] = {}
+        for name, (masters, record) in pieces[0].items():
+            if record and size > 1:
+                shards = {rank: piece[name][0] for rank, piece in enumerate(pieces)}
+                masters = ParamAffineMap.from_dict(record).rebuild(shards).flatten()
+            gathered[size][name] = masters
+    fused = [name for name in gathered[4] if re.search("qkv_proj|gate_up_proj", name)]
+    assert len(fused) == 4 and all(len(pieces[0][n][1]["ranks"][0]["pieces"]) > 1 for n in fused)
+    for name, masters in gathered[1].items():
+        values = masters.bfloat16().float()
+        key = f"{SEED} {name}"
+        expected = points_in_cells(values, None, range(len(values)), key, torch.bfloat16)
+        for size in (1, 2, 4):
+            assert torch.equal(gathered[size][name], expected), (size, name)
+
+
+def test_a_split_without_a_record_is_refused():
+    p = torch.nn.Parameter(torch.zeros(4, 4))
+    ranks = Ranks(1, 1, 2, 2, torch.device("cpu"), None, None, tensor=2)
+    assert piece_of_whole("w", p, ranks) is None
+    p.tensor_model_parallel = True
+    with pytest.raises(UserError, match=r"autotp_size: .* w; set"):
+        piece_of_whole("w", p, ranks)
+    assert piece_of_whole("w", p, replace(ranks, tensor=1)) is None
 
 
 def test_masters_begin_within_rounding_the_same_in_every_layout(
@@ -72,8 +157,8 @@ def test_masters_begin_within_rounding_the_same_in_every_layout(
     def within_rounding(loaded, dtype):
         points = {}
         for name, w in loaded.items():
-            values, index = w.flatten(), np.arange(w.numel())
-            found = points_in_cells(values, values, index, f"{SEED} {name}", dtype)
+            values, index = w.flatten(), range(w.numel())
+            found = points_in_cells(values, None, index, f"{SEED} {name}", dtype)
             points[name] = found.view_as(w)
         return points
 

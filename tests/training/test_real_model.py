@@ -49,7 +49,7 @@ class InBf16(nn.Module):
         super().__init__()
         self.model = model
         for name, p in model.named_parameters():
-            exact, index = p.data.flatten(), np.arange(p.numel())
+            exact, index = p.data.flatten(), range(p.numel())
             values = exact.bfloat16().float()
             points = points_in_cells(values, exact, index, f"{SEED} {name}", torch.bfloat16)
             p.data = points.view_as(p)

@@ -13,9 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 from deepspeed import DeepSpeedEngine
+from deepspeed.checkpoint.affine import AffinePiece, ParamAffineMap
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
+from deepspeed.module_inject.layers import DS_TENSOR_MODEL_PARALLEL
 
 from zerotrain.model.partitions import computed_part, partition
+from zerotrain.runtime.errors import UserError
+from zerotrain.runtime.ranks import Ranks
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -107,6 +111,58 @@ def full_shape(p: torch.nn.Parameter) -> list[int]:
 def split_dimension(p: torch.nn.Parameter) -> int | None:
     """Return the dimension along which tensor parallelism has split a parameter, if it has."""
     return getattr(p, DS_AUTOTP_UC_META, {}).get("partition_dim")
+
+
+class Piece(NamedTuple):
+    """This rank's piece of a parameter that tensor parallelism has split, by DeepSpeed's record."""
+
+    blocks: list[AffinePiece]
+    """Where the blocks of the piece lie in it (`dest`), and in the whole parameter (`source`)."""
+
+    def whole_index(self, index: torch.Tensor) -> torch.Tensor:
+        """Return the indices in the flattened whole parameter of elements of the flattened piece.
+
+        Args:
+            index: int64 [n].
+        """
+        found = torch.empty_like(index)
+        for block in self.blocks:
+            rest = index - block.dest_offset
+            whole = torch.full_like(index, block.source_offset)
+            is_inside = torch.ones_like(index, dtype=torch.bool)
+            strides = zip(block.shape, block.dest_strides, block.source_strides, strict=True)
+            for size, stride, whole_stride in strides:
+                position = rest.div(stride, rounding_mode="floor")
+                rest = rest - position * stride
+                whole += position * whole_stride
+                is_inside &= (position >= 0) & (position < size)
+            found = whole.where(is_inside, found)
+        return found
+
+
+def piece_of_whole(name: str, p: torch.nn.Parameter, ranks: Ranks) -> Piece | None:
+    """Return which piece of a parameter this rank has; None if it has the whole parameter.
+
+    Raises:
+        UserError: DeepSpeed has no record of it.
+    """
+    if ranks.tensor == 1:
+        return None
+    record = getattr(p, DS_AUTOTP_UC_META, None)
+    if record is None and not getattr(p, DS_TENSOR_MODEL_PARALLEL, False):
+        return None
+    rank = ranks.rank % ranks.tensor
+    layout = record and record["conversion"].get("affine_map")
+    if layout:
+        of_rank = ParamAffineMap.from_dict(layout)
+        blocks = of_rank.pieces_by_rank[rank]
+        is_same = all(block.scale == 1 for block in blocks)
+        if is_same and list(of_rank.shard_shapes[rank]) == full_shape(p):
+            return Piece(blocks)
+    raise UserError(
+        f"tensor_parallel.autotp_size: DeepSpeed has no record of how it has split {name}; set "
+        "autotp_size to 1"
+    )
 
 
 def _flat_weights(engine: DeepSpeedEngine) -> list[torch.Tensor]:

@@ -232,9 +232,9 @@ def _prepared(model: nn.Module, config: Config) -> nn.Module:
         for name, p in model.named_parameters():
             p.data = p.data.to(dtype).float()
             if p.requires_grad and ".lora_" not in name:
-                index, key = np.arange(p.numel()), f"{train.seed} {name}"
+                index, key = range(p.numel()), f"{train.seed} {name}"
                 values = p.data.flatten()
-                p.data = points_in_cells(values, values, index, key, dtype).view_as(p)
+                p.data = points_in_cells(values, None, index, key, dtype).view_as(p)
     return model
 
 
