@@ -74,6 +74,7 @@ from zerotrain.training.guard import (
     MAX_SKIPPED_IN_A_ROW,
     SPIKE_WINDOW,
     apply_update,
+    cure,
     is_bad_step,
     spike_limit,
 )
@@ -273,10 +274,14 @@ def take_step(run: Training, batches: Iterator[StepBatch], progress: Progress) -
     examples = batch.plan.micro_batches[0][run.ranks.data_rank]
     with explain_out_of_memory(describe_micro_batch, run.plan, examples):
         limit = spike_limit(progress.norms, run.config.train.skip_spikes)
-        values, losses = train_step(run, batch, limit)
+        try:
+            values, losses = train_step(run, batch, limit)
+        except RunFailed:
+            run.saver.finish()
+            raise
     phases = run.timer.take()  # Waits for the device. Rank 0 reports its own.
     values |= {"lr": lr, "step_seconds": sum(phases.values()), **phases}
-    is_bad = is_bad_step(values, run.engine.fp16_enabled())
+    is_bad = is_bad_step(values, run.engine)
     in_a_row = progress.skipped_in_a_row + is_bad if values["update_skipped"] else 0
     progress = replace(
         progress,
@@ -295,8 +300,8 @@ def take_step(run: Training, batches: Iterator[StepBatch], progress: Progress) -
             run.saver.finish()
             raise RunFailed(
                 f"step {progress.step:,}: {reason}; {in_a_row} steps in a row were "
-                f"skipped. Check the rows listed in {METRICS}. Start in another output_dir with a "
-                "lower train.learning_rate. To begin there at an earlier checkpoint, name it in "
+                f"skipped. Check the rows listed in {METRICS}. Start in another output_dir with "
+                f"{cure(values, run.engine)}. To begin there at an earlier checkpoint, name it in "
                 "checkpoint.resume, and set checkpoint.allow_plan_change to true"
             )
     return progress

@@ -131,6 +131,7 @@ INTERNALS = {
         deepspeed.runtime.chunked_cross_entropy: chunked_cross_entropy
     """,
     "zerotrain/training/guard.py": """
+        deepspeed.runtime.fp16.loss_scaler: cur_scale min_scale
         deepspeed.runtime.engine: basic_optimizer
         deepspeed.runtime.zero.stage_1_and_2: averaged_gradients cpu_offload _global_grad_norm
     """,

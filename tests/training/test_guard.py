@@ -166,3 +166,40 @@ def test_a_run_that_diverges_stops_and_names_its_last_good_checkpoint(
     resume, allow = (f"--{option}" for option in options)
     flags = [resume, checkpoints(again)[0], allow, "true", "--train.learning_rate", "1e-4"]
     forks.finish(config, *flags, "--output_dir", tmp_path / "third", ranks=2)
+
+
+ONLY = 2**30
+"""A loss scale with which each gradient overflows in fp16."""
+
+
+@pytest.mark.parametrize(
+    "scales",
+    [{"initial_scale_power": 30, "min_loss_scale": ONLY, "hysteresis": 1}, {"loss_scale": ONLY}],
+    ids=["searched", "fixed"],
+)
+def test_fp16_without_a_loss_scale_ends_with_a_line_and_its_cures_train(
+    forks, left_running, tiny_config, tmp_path, scales
+):
+    """The weights do not change before."""
+    file = strategy(tmp_path, "zero2", {f"fp16.{key}": value for key, value in scales.items()})
+    config = tiny_config(
+        ds_config=file, data__eval_sources=None, train__precision="fp16", train__steps=6,
+    )  # fmt: skip
+    # torch computes in fp16 on any CPU, but DeepSpeed allows it on few.
+    accelerator = "deepspeed.accelerator.cpu_accelerator.CPU_Accelerator"
+    allowed = {f"{accelerator}.is_fp16_supported": "lambda self: True"}
+    finished = forks.train(config, ranks=2, module="changed_weights", code=1, patches=allowed)
+    assert "Traceback" not in finished.output and not left_running(), finished.output
+    changed = tmp_path / "run" / "changed_0.json"
+    assert not changed.exists() or json.loads(changed.read_text()) == []
+    if "loss_scale" in scales:
+        [value] = re.findall(r"fp16\.loss_scale (\d+)", finished.error)
+        strategy(tmp_path, "zero2", {"fp16.loss_scale": int(value)})
+        cures = [["--ds_config", file]]
+    else:
+        [found] = re.findall(r"train\.precision (\w+) or (\w+)", finished.error)
+        cures = [["--train.precision", precision] for precision in found]
+    for i, cure in enumerate(cures):
+        forks.finish(config, *cure, "--output_dir", tmp_path / f"cured_{i}", patches=allowed)
+        last = read_metrics(tmp_path / f"cured_{i}")[-1]
+        assert last["step"] == 6 and not last["update_skipped"]

@@ -172,6 +172,31 @@ def test_the_triton_kernels_give_the_loss_of_torch():
     assert "ALL WELL" in done.output, done.output
 
 
+@pytest.mark.parametrize("weight", [1.0, 30.0])
+def test_the_heads_gradient_does_not_overflow_in_fp16(weight):
+    """A final norm of 200 and one frequent target: the sum over a chunk is above 65,504."""
+    config = LlamaConfig(**SIZES, max_position_embeddings=2048)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    nn.init.constant_(model.model.norm.weight, 200.0)
+    nn.init.normal_(model.lm_head.weight, std=1e-3)
+    ids = np.random.default_rng(0).integers(3, 64, (1, 1500))
+    ids[:, ::20] = 7
+    ids[:, 1::3] = 5
+    batch = MicroBatch.of(ids, np.arange(1500)[None] > 0, attention_mask=np.ones_like(ids))
+    of_targets = [np.zeros(1499), np.full(1499, weight)] if weight != 1 else [np.zeros(1499)]
+    batch = batch.about_targets(np.stack(of_targets).astype(np.float32))
+    gradients = []
+    for dtype in (torch.float16, torch.float32):  # The same numbers, since fp16 comes first.
+        model.to(dtype).zero_grad()
+        loss = SupervisedLoss(model)(model, batch).cross_entropy
+        (loss / (64 * weight)).backward()
+        gradients.append({name: p.grad.float() for name, p in model.named_parameters()})
+    half, exact = gradients
+    for name, gradient in exact.items():
+        assert (half[name] - gradient).norm() < 0.02 * gradient.norm(), name
+
+
 def test_filler_has_no_router_loss():
     config = MixtralConfig(**SIZES, num_local_experts=6, output_router_logits=True)
     model = AutoModelForCausalLM.from_config(config)

@@ -8,19 +8,32 @@ import torch
 from deepspeed import DeepSpeedEngine
 from torch import nn
 
+from zerotrain.runtime.errors import RunFailed
+
 MAX_SKIPPED_IN_A_ROW = 5
 SPIKE_WINDOW = 100  # steps whose median norm a spike is compared with
 MIN_WINDOW = 20  # the first steps have no median yet
 
 
-def is_bad_step(values: dict[str, float], is_fp16: bool) -> bool:
+def is_bad_step(values: dict[str, float], engine: DeepSpeedEngine) -> bool:
     """Return whether an update was skipped, and not by fp16 to find its loss scale.
 
     Args:
         values: the step's loss, grad_norm and update_skipped.
     """
-    is_search = is_fp16 and math.isfinite(values["loss"]) and not math.isfinite(values["grad_norm"])
+    is_search = engine.fp16_enabled() and engine.dynamic_loss_scale() and _overflows(values)
     return values["update_skipped"] and not is_search
+
+
+def cure(values: dict[str, float], engine: DeepSpeedEngine) -> str:
+    """Return what to change after MAX_SKIPPED_IN_A_ROW bad steps; `values` as in is_bad_step."""
+    if engine.fp16_enabled() and _overflows(values):
+        return f"fp16.loss_scale 0, which searches for one, or less than {engine.loss_scale():g}"
+    return "a lower train.learning_rate"
+
+
+def _overflows(values: dict[str, float]) -> bool:
+    return math.isfinite(values["loss"]) and not math.isfinite(values["grad_norm"])
 
 
 def spike_limit(norms: tuple[float, ...], times: float | None) -> float:
@@ -34,6 +47,9 @@ def step_below(engine: DeepSpeedEngine, limit: float) -> None:
 
     The norm is known only when DeepSpeed calls the optimizer. So a spike leaves the optimizer
     without parameters while it is called.
+
+    Raises:
+        RunFailed: a gradient in fp16 overflows at the smallest loss scale.
     """
     optimizer = engine.basic_optimizer
     groups = optimizer.param_groups
@@ -46,7 +62,16 @@ def step_below(engine: DeepSpeedEngine, limit: float) -> None:
         optimizer.param_groups = groups
 
     hooks = optimizer.register_step_pre_hook(hide), optimizer.register_step_post_hook(show)
-    engine.step()
+    try:
+        engine.step()
+    except Exception as error:  # DeepSpeed raises no class of its own.
+        scaler = engine.optimizer.loss_scaler
+        if not scaler.dynamic or scaler.cur_scale > scaler.min_scale:
+            raise
+        raise RunFailed(
+            f"the gradient overflows in fp16 at the smallest loss scale, {scaler.min_scale:g} "
+            "(fp16.min_loss_scale); start in another output_dir with train.precision bf16 or fp32"
+        ) from error
     for hook in hooks:
         hook.remove()
 

@@ -244,12 +244,17 @@ class _ChunkedLoss(torch.autograd.Function):
             return total + sum(loss_of(*chunk) for chunk in chunks), torch.zeros_like(logits)
         of_hidden = []
         of_weights = [torch.zeros_like(w, dtype=torch.float32) for w in weights]
+        # In fp16 a chunk's gradient of the head may overflow, whatever the loss scale is.
+        ctx.scale = 1.0
+        if hidden.dtype == torch.float16:
+            ctx.scale = _scale_of_chunks(hidden, chunk_tokens, *of_targets[2:])
         for part, *of_its_targets in chunks:  # [chunk, h] and [chunk]
             # Detached, so that the graph of a chunk, with its logits, is freed before the next.
             part = part.detach().requires_grad_()
             with torch.enable_grad():
                 loss = loss_of(part, *of_its_targets)
-            of_part, *others = torch.autograd.grad(loss, (part, *weights), materialize_grads=True)
+                scaled = loss * ctx.scale
+            of_part, *others = torch.autograd.grad(scaled, (part, *weights), materialize_grads=True)
             total += loss.detach()
             of_hidden.append(of_part)
             for gradient, other in zip(of_weights, others, strict=True):
@@ -264,9 +269,29 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, of_loss: torch.Tensor, _of_logits: torch.Tensor) -> tuple[Any, ...]:
+        of_loss = of_loss / ctx.scale
         # In place, since nothing uses the gradients afterwards.
         scaled = [g.mul_(of_loss).to(d) for g, d in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
         return (None, None, None, None, ctx.of_input, *scaled)
+
+
+def _scale_of_chunks(
+    hidden: torch.Tensor, chunk_tokens: int, weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return a factor for the loss of chunks, a power of two, with which no gradient of a head in
+    fp16 overflows. It is 1 unless one could, since small gradients lose bits.
+
+    A logit's gradient is at most the target's weight. So a chunk's gradient of the head's matrix is
+    at most the sum of the weighted inputs' magnitudes, and of its bias the sum of the weights.
+    """
+    largest = hidden.new_zeros((), dtype=torch.float32)
+    for i in range(0, len(hidden), chunk_tokens):
+        part = hidden[i : i + chunk_tokens].abs().clamp(min=1)
+        if weights is not None:
+            part = part * weights[i : i + chunk_tokens, None]
+        largest = torch.maximum(largest, part.sum(0, dtype=torch.float32).amax())
+    limit = torch.finfo(torch.float16).max / 2
+    return torch.exp2((limit / largest).log2().floor().clamp(max=0))
 
 
 def _router_coefficient(model: nn.Module) -> float:
