@@ -1,8 +1,8 @@
-"""Say what to do about a row that cannot be used, with a command that works on its file.
+"""Say what to do about a bad row, with a command that works on its file.
 
-LAYOUTS has layouts of other tools, each with a jq program that writes rows of data/README.md. Its
-programs, and those of other messages, are for files with a row on each line. For other files the
-command reads the rows first.
+LAYOUTS has layouts of other tools, each with a jq program that writes rows of data/README.md. All
+jq programs of messages are for files with a row on each line. For other files the command begins
+with a program that reads their rows.
 """
 
 import json
@@ -62,8 +62,6 @@ NO_MEDIA = (
     f'select((.key | test("^({MEDIA.pattern})$"; "i")) and (.value | IN(null, "", []) | not) or '
     f'.key == "type" and (.value | tostring | test("^({MEDIA_PART.pattern})$")))] == [])'
 )
-
-
 TEXT_OF = (
     'def text: if type == "array" then map(.text // error("not text")) | join("") else . end; '
 )
@@ -74,9 +72,11 @@ class Layout(NamedTuple):
 
     name: str
     key_of: Callable[[JsonObject], str | None]
-    """Returns the key of a row that shows its layout, "" if there are several; None: another."""
+    """Returns the key by which a row shows this layout, "" if it needs no key; None if the row has
+    another layout.
+    """
     program: str
-    """A jq program in which KEY is that key, or what to set if it is no program."""
+    """A jq program that converts a row. KEY stands for the key."""
 
 
 def _is_list(value: Any, kind: type | tuple[type, ...]) -> bool:
@@ -339,7 +339,7 @@ def explained(error: BadRow, raw: RawRow, columns: dict[str, str]) -> str:
     """Return what is wrong with a row, and what to do: for its layout, if LAYOUTS has it.
 
     Args:
-        columns: those of its source.
+        columns: the columns of its source.
     """
     if not _is_unicode(raw.text):
         return _fitted(f"not UTF-8; {_encoding_fix(raw)}", raw, is_decoded=True)
@@ -355,15 +355,26 @@ def _is_unicode(text: str) -> bool:
 
 
 def _encoding_fix(raw: RawRow) -> str:
-    """Return how to convert a file that is not UTF-8. Its encoding can only be guessed, so the
-    reader chooses from how a few words read.
-    """
+    """Return how to convert a file that is not UTF-8."""
+    return _converted(_foreign_lines(raw.file) or (raw.text,))
+
+
+@lru_cache(maxsize=8)
+def _foreign_lines(file: str) -> tuple[str, ...]:
+    """Return the first lines of a text file that are not ASCII."""
     try:
-        with open_text(raw.file) as stream:
+        with open_text(file) as stream:
             lines = stream.read(TEXT_AT_ONCE).splitlines()
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # a table or a hub data set
         lines = []
-    foreign = [line for line in dict.fromkeys([*lines, raw.text]) if not line.isascii()]
+    return tuple(line for line in lines if not line.isascii())
+
+
+@lru_cache(maxsize=8)
+def _converted(foreign: tuple[str, ...]) -> str:
+    """Return how to convert lines that are not UTF-8. Their encoding can only be guessed, so the
+    user chooses the one in which some words read right.
+    """
     if 2 * sum(map(_is_unicode, foreign)) > len(foreign):
         return "other rows are; correct it, or remove it"
     words = (word for line in foreign for word in re.findall(r"[^\s\"':,{}\[\]]+", line))

@@ -219,7 +219,7 @@ def _read_csv(file: str) -> Iterator[Row]:
 
 
 def _csv_fix(file: str) -> str:
-    """Return how to convert a file whose lines or quotes are not those of CSV; "" if unknown."""
+    """Return how to convert a file with other line ends or quotes than CSV; "" if unknown."""
     with open_text(file) as stream:
         head = stream.read(TEXT_AT_ONCE)
     if "\r" in head and "\n" not in head:
