@@ -14,6 +14,7 @@ import psutil
 import pytest
 from harness.inputs import strategy, write_rows
 from harness.processes import environment, run, start, wait_until
+from harness.repository import REPO
 from harness.runs import determined, is_saving, logged, read_metrics
 
 from zerotrain.checkpoint.run_folder import list_complete
@@ -221,6 +222,34 @@ def test_a_shell_that_has_the_name_of_a_launcher_is_none(tmp_path):
     )
     run(["bash", "-c", f'{sys.executable} -c "{program}" & sleep 3; : torchrun'])
     assert (tmp_path / "on").exists()
+
+
+def test_a_rank_that_another_process_has_adopted_ends(tmp_path):
+    """Its launcher has ended before the rank looks for it. A user's systemd adopts orphans, as
+    `sleep` does here, which keeps the mark of a process that does.
+    """
+    program = (
+        "import os, pathlib, time; from zerotrain.runtime.preemption import *\n"
+        "while os.getppid() != int(os.environ['ADOPTER']): time.sleep(0.01)\n"
+        "try: follow_launcher(); ended = 'trains'\n"
+        "except SystemExit as error: ended = str(error.code)\n"
+        f"pathlib.Path('{tmp_path}/draft').write_text(ended)\n"
+        f"os.rename('{tmp_path}/draft', '{tmp_path}/ended')\n"
+    )
+    launcher = f"import subprocess; subprocess.Popen({[sys.executable, '-c', program]})"
+    adopter = (
+        "import ctypes, os, subprocess, sys; ctypes.CDLL(None).prctl(36, 1)\n"
+        "os.environ |= {'TORCHELASTIC_RUN_ID': 'none', 'ADOPTER': str(os.getpid())}\n"
+        f"subprocess.Popen({[sys.executable, '-c', launcher]})\n"
+        "os.execvp('sleep', ['sleep', '200'])\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", adopter], cwd=REPO)
+    try:
+        wait_until((tmp_path / "ended").exists, process)
+    finally:
+        process.kill()
+        process.wait()
+    assert (tmp_path / "ended").read_text() == "143"
 
 
 @pytest.mark.launch

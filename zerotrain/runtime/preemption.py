@@ -95,9 +95,9 @@ def follow_launcher() -> None:
     if not depth:
         return
     launchers = psutil.Process().parents()[:depth]
-    # If one was killed before this line, init has adopted its child. In a container, init may
-    # itself be a launcher.
-    if launchers[-1].pid == 1 and "python" not in launchers[-1].cmdline()[0]:
+    # If one was killed before this line, another process has adopted its child: init, or a user's
+    # systemd. In a container, init may itself be a launcher.
+    if "python" not in "".join(launchers[-1].cmdline()[:1]):
         sys.exit(128 + signal.SIGTERM)
 
     def watch() -> None:
