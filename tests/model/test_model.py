@@ -1,6 +1,7 @@
 """Models that are refused: causality, sizes, output heads.    pytest tests/model/test_model.py"""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch._dynamo.utils import counters
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    BartConfig,
     BertConfig,
     GPT2Config,
     LlamaConfig,
@@ -28,7 +30,7 @@ from zerotrain.model.architecture import (
 )
 from zerotrain.model.load import load_model_config
 from zerotrain.model.packing import resolve_batching
-from zerotrain.model.probes import check_causal, check_end_tokens
+from zerotrain.model.probes import check_answers, check_causal, check_end_tokens
 from zerotrain.model.trained import freeze_and_adapt
 from zerotrain.runtime.errors import UserError
 from zerotrain.runtime.machine import Machine
@@ -88,6 +90,26 @@ def test_the_attention_of_a_models_config_is_kept():
     assert skeleton.config._attn_implementation == "eager"
 
 
+def test_a_config_json_gets_no_code_of_the_hub_and_no_million_layers(tmp_path):
+    """Qwen3's config has a list of layers, and the vision tower's number has another name."""
+    hub = LlamaConfig(**SIZES, attn_implementation="kernels-community/flash-attn")
+    missing = LlamaConfig(**SIZES, attn_implementation="flash_attention_2")
+    for config in (hub, missing):
+        with pytest.raises(UserError, match=r"set model\.attn_implementation to sdpa"):
+            meta_model(copy.deepcopy(config), False)
+        assert meta_model(config, False, "sdpa").config._attn_implementation == "sdpa"
+    file = tmp_path / "config.json"
+    for number in (2**63, 10**7):
+        for config in (
+            {"model_type": "qwen3", "num_hidden_layers": number},
+            {"model_type": "gpt2", "n_layer": number},
+            {"model_type": "qwen2_5_vl", "vision_config": {"depth": number}},
+        ):
+            file.write_text(json.dumps(config))
+            with pytest.raises(UserError, match=f"is {number:,}"):
+                load_model_config(ModelConfig(str(tmp_path)))
+
+
 def test_a_frozen_head_that_cannot_tell_the_end_of_answers_is_refused(sample_tokenizer):
     end = sample_tokenizer.eos_token_id
     head_too = ["embed_tokens", "lm_head"]
@@ -108,13 +130,25 @@ def test_a_frozen_head_that_cannot_tell_the_end_of_answers_is_refused(sample_tok
         check_end_tokens(model, sample_tokenizer, [end])
 
 
+def test_a_model_that_cannot_write_answers_is_refused_before_training():
+    """The cache of BART's decoder has as many layers as its encoder."""
+    sizes = {"vocab_size": 64, "d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 32}
+    heads = {"encoder_layers": 1, "decoder_attention_heads": 4}
+    bart = BartConfig(**sizes, **heads, is_encoder_decoder=False)
+    with pytest.raises(UserError, match=r"eval\.generate: BartForCausalLM"):
+        check_answers(AutoModelForCausalLM.from_config(bart), range(5, 64))
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).train()
+    check_answers(model, range(5, 64))
+    assert model.training
+
+
 # --------------------------------------------------------------------------------------------------
 # Families
 
 NONE = "not a causal language model"
 # Chameleon and Idefics have images inside their language model; the others have no output head.
 REFUSED = dict.fromkeys(
-    ["musicgen", "resnet", "chameleon", "idefics", "qwen2_5_omni", "blip"], NONE
+    ["musicgen", "resnet", "chameleon", "idefics", "qwen2_5_omni", "blip", "blt"], NONE
 )
 HARD = [*REFUSED, "gemma4", "gemma4_text", "gemma4_unified_text", "dots3_note_text", "gemma3n_text",
         "openelm", "mamba", "bloom", "xlnet", "deepseek_v3", "falcon_h1"]  # fmt: skip

@@ -19,9 +19,11 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
+    ProphetNetConfig,
 )
 
 from zerotrain.data.loader import MicroBatch
+from zerotrain.runtime.errors import UserError
 from zerotrain.training.loss import CHUNK_TOKENS, SupervisedLoss
 
 torch.set_num_threads(1)  # for models this small, threads cost more than they save
@@ -248,3 +250,14 @@ def test_a_model_with_an_unknown_logit_function_gets_full_logits():
     batch = micro_batch(packed=False)
     expected = plain_loss(model, batch).item()
     assert loss(model, batch).cross_entropy.item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_head_that_gets_other_states_than_the_tokens_is_refused_by_name():
+    """ProphetNet's gets two states of each token."""
+    sizes = {"hidden_size": 32, "num_decoder_layers": 1, "decoder_ffn_dim": 32}
+    config = ProphetNetConfig(
+        vocab_size=320, **sizes, num_decoder_attention_heads=4, is_encoder_decoder=False
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(UserError, match="ProphetNet"):
+        SupervisedLoss(model).check(model)

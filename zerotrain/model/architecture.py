@@ -3,6 +3,7 @@ cost per token.
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
     PretrainedConfig,
@@ -32,6 +34,12 @@ NOT_ARCHITECTURE = """
     transformers_version use_cache
 """
 """Keys of a config.json that do not change what is trained."""
+OWN_ATTENTION = re.compile(r"eager|sdpa|flex_attention|flash_attention_\d")
+"""Attention that a config.json may ask for. Other names make transformers run code of the hub."""
+LAYER_COUNTS = ("layers", "layer", "depth")
+"""How keys of a config.json end that are numbers of layers."""
+MAX_LAYERS = 1000
+"""A hostile number would make transformers build layers for minutes."""
 
 
 class Counts(NamedTuple):
@@ -87,8 +95,11 @@ def meta_model(
     """
     # None would replace the attention that the model's config asks for.
     options = {"attn_implementation": attention} if attention else {}
+    own = None if attention else _own_attention(model_config)
     try:
         text = model_config.get_text_config()
+        if not hasattr(text, "num_hidden_layers"):
+            raise ValueError("its config does not say how many layers it has")
         # Some outer configs (Mistral Small 3, Kimi K2.5) tie the output head to the embeddings by
         # default, although the head is separate. load_model gets the same object.
         tie = "tie_word_embeddings"
@@ -103,9 +114,47 @@ def meta_model(
         return model
     except Exception as error:  # a model's own constructor can raise anything
         which = f" with model.attn_implementation {attention}" if attention else ""
+        if own:
+            which = f" with its config.json's {own} (set model.attn_implementation to sdpa)"
         raise UserError(
             f"model.name_or_path: not a causal language model{which}: {summarize(error)}"
         ) from error
+
+
+def _own_attention(model_config: PretrainedConfig) -> str | None:
+    """Return the attention that a config.json asks for, if it does.
+
+    Raises:
+        UserError: transformers would load it from the hub, and run its code.
+    """
+    found = None
+    for part in (model_config, *vars(model_config).values()):
+        own = part._attn_implementation if isinstance(part, PretrainedConfig) else None
+        if own and not OWN_ATTENTION.fullmatch(own):
+            raise UserError(
+                f"model.name_or_path: its config.json asks for the attention {own}, code of the "
+                "hub; set model.attn_implementation to sdpa"
+            )
+        found = found or own
+    return found
+
+
+def read_config(name: str, **options: Any) -> PretrainedConfig:
+    """Load a model's config as AutoConfig does, which would count layers one by one.
+
+    Raises:
+        ValueError: it has more than MAX_LAYERS layers.
+    """
+    _check_layers(PretrainedConfig.get_config_dict(name, **options)[0])
+    return AutoConfig.from_pretrained(name, **options)
+
+
+def _check_layers(values: dict[str, Any]) -> None:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            _check_layers(value)
+        elif key.endswith(LAYER_COUNTS) and isinstance(value, int) and value > MAX_LAYERS:
+            raise ValueError(f"its {key} is {value:,}, and at most {MAX_LAYERS:,} are supported")
 
 
 def is_multimodal(model_config: PretrainedConfig) -> bool:

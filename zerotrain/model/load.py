@@ -9,7 +9,6 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 from transformers import (
-    AutoConfig,
     BitsAndBytesConfig,
     PretrainedConfig,
     PreTrainedTokenizerBase,
@@ -19,7 +18,7 @@ from transformers.modeling_utils import load_state_dict
 
 from zerotrain.config.ds_config import group_sizes
 from zerotrain.config.schema import ModelConfig, TrainConfig
-from zerotrain.model.architecture import auto_class
+from zerotrain.model.architecture import auto_class, read_config
 from zerotrain.model.hub import (
     Base,
     describe_base,
@@ -44,7 +43,7 @@ def load_model_config(config: ModelConfig) -> PretrainedConfig:
     """
     name = config.name_or_path
     model_config = load_pretrained(
-        AutoConfig.from_pretrained, name, "model.name_or_path", config.trust_remote_code
+        read_config, name, "model.name_or_path", config.trust_remote_code
     )
     if getattr(model_config, "quantization_config", None) and not config.from_config:
         raise UserError(

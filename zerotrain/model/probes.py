@@ -161,6 +161,33 @@ def check_end_tokens(
             )
 
 
+@torch.no_grad()
+@torch.compiler.set_stance("force_eager")
+def check_answers(forward: nn.Module, tokens: Sequence[int]) -> None:
+    """Refuse a model that cannot write an answer token by token, as eval.generate does.
+
+    Args:
+        forward: the engine (or the model) to call.
+        tokens: ids to draw a prompt from.
+
+    Raises:
+        UserError: the model has no method for it, or fails, as the decoders of BART do.
+    """
+    model = getattr(forward, "module", forward)
+    ids = draw(tokens, 1).to(forward.device)
+    options = {"do_sample": False, "num_beams": 1, "max_new_tokens": 2, "min_new_tokens": 2}
+    was_training = forward.training
+    forward.eval()
+    try:
+        model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
+        raise UserError(
+            f"eval.generate: {_name(forward)} cannot write answers: {summarize(error)}; set it to 0"
+        ) from error
+    finally:
+        forward.train(was_training)
+
+
 def draw(tokens: Sequence[int], examples: int) -> torch.Tensor:
     """Return random tokens, int64 [examples, PROBE_TOKENS], the same on every rank."""
     size = examples, PROBE_TOKENS

@@ -18,14 +18,14 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 from transformers.utils import CHAT_TEMPLATE_DIR
 
 from zerotrain.checkpoint.manifest import inspect, read_manifest
 from zerotrain.checkpoint.shards import Shards
 from zerotrain.checkpoint.state import RunIdentity, read_state
 from zerotrain.config.schema import LoraConfig, ModelConfig
-from zerotrain.model.architecture import auto_class, is_multimodal
+from zerotrain.model.architecture import auto_class, is_multimodal, read_config
 from zerotrain.model.hub import (
     describe_base,
     is_same_base,
@@ -103,7 +103,7 @@ def export_checkpoint(
     with new_folder(out) as draft:
         _copy(names, checkpoint / "model", draft)
         # An empty model takes no memory. It shows whether the checkpoint has the right shapes.
-        expected = _empty_model(draft, working, shards)
+        expected = _empty_model(draft, working)
         if has_adapters:
             with torch.device("meta"):
                 _insert_adapters(expected, run, shards)
@@ -114,7 +114,7 @@ def export_checkpoint(
         else:
             _check_memory(expected)
             if all(map(shards.holds, shards.first.shapes)):
-                model = _empty_model(draft, working, shards).to_empty(device="cpu")
+                model = _empty_model(draft, working).to_empty(device="cpu")
                 model.tie_weights()
             else:
                 model = _load_base(shards, run, base, draft, expected.config).to(working)
@@ -172,15 +172,14 @@ def _check_memory(model: nn.Module) -> None:
         )
 
 
-def _empty_model(folder: Path, dtype: torch.dtype, shards: Shards) -> nn.Module:
+def _empty_model(folder: Path, dtype: torch.dtype) -> nn.Module:
     """Return the model of a folder's config.json, on the meta device."""
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
-        if layers > len(shards.first.shapes):  # A hostile number would take forever.
-            raise ValueError(f"it has {layers:,} layers, more than the checkpoint has weights")
+        config = read_config(str(folder), trust_remote_code=False)
+        # A hostile config.json could name attention from the hub, which is code.
+        options = {"attn_implementation": "eager", "trust_remote_code": False}
         with torch.device("meta"):
-            return auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
+            return auto_class(config).from_config(config, dtype=dtype, **options)
     except Exception as error:  # A hostile config can raise anything.
         raise UserError(
             f"the checkpoint's model/config.json cannot be used ({describe(error)}); use another "

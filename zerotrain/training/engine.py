@@ -26,6 +26,7 @@ from zerotrain.model.load import load_model, set_end_tokens
 from zerotrain.model.mixers import keep_apart, kernel_keywords
 from zerotrain.model.packing import activate_kernel, kernel_line
 from zerotrain.model.probes import (
+    check_answers,
     check_causal,
     check_end_tokens,
     check_packing,
@@ -140,12 +141,14 @@ def check_engine(
 
     Raises:
         UserError: tokens attend to later tokens, or packed examples to each other; or the model
-            could not learn to stop.
+            could not learn to stop, or cannot write the answers of eval.generate.
     """
     tokens = ordinary_tokens(tokenizer)
     # In separate calls: when a rank fails in a check, no other rank may have begun the next check.
     ranks.run_on_all(lambda: check_causal(engine, tokens))
     ranks.run_on_all(lambda: check_end_tokens(engine, tokenizer, plan.data.meta.end_tokens))
+    if setup.config.eval.generate:
+        ranks.run_on_all(lambda: check_answers(engine, tokens))
     if setup.config.data.batching == "packed" or ranks.sequence > 1:
         ranks.run_on_all(lambda: check_packing(engine, tokens))
     if setup.config.data.batching == "packed" and ranks.device.type == "cuda":

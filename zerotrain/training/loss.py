@@ -31,6 +31,7 @@ from zerotrain.data.loader import MicroBatch
 from zerotrain.model.hub import summarize
 from zerotrain.model.packing import attend_within
 from zerotrain.model.probes import compute_logits
+from zerotrain.runtime.errors import UserError
 
 CHUNK_TOKENS = {"cpu": 1024, "cuda": 8192}
 """Most targets whose logits exist at the same time. Each chunk reads and writes the sum of the
@@ -95,11 +96,25 @@ class SupervisedLoss:
 
         Returns:
             Why the loss needs full logits, or has no fast kernel on CUDA; None if neither.
+
+        Raises:
+            UserError: the head gets other states than one of each token, as ProphetNet's does.
         """
         # Scales and soft caps change a 2. The ids do not matter, since their logits are replaced.
         ids = torch.zeros(1, 20, dtype=torch.int64)
-        with self._head.register_forward_hook(lambda _, args, logits: torch.full_like(logits, 2)):
+        taken = []
+
+        def constant(_head: nn.Module, args: tuple, logits: torch.Tensor) -> torch.Tensor:
+            taken.append(args[0].shape[:-1])
+            return torch.full_like(logits, 2)
+
+        with self._head.register_forward_hook(constant):
             final = compute_logits(engine, ids)
+        if taken not in ([], [ids.shape]):
+            raise UserError(
+                f"model.name_or_path: {type(self._model).__name__} cannot be trained: its output "
+                "head does not get one state of each token; use another model"
+            )
         dtype = next(self._head.parameters()).dtype
         expected = self._finish(torch.full_like(final, 2, dtype=dtype)).float()
         is_known = torch.allclose(final, expected, rtol=1e-5)
