@@ -249,6 +249,15 @@ def test_a_folder_that_lacks_parts_of_a_data_set_is_refused(tmp_path, name):
     assert local_files(f"{first.with_suffix('')}*") == [str(first)]
 
 
+def test_a_saved_data_set_that_lacks_a_file_is_refused_unless_files_are_listed(tmp_path):
+    import datasets
+
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path, num_shards=2)
+    (tmp_path / "data-00001-of-00002.arrow").unlink()
+    named = "missing, but state.json names it; ... give each file as a source of its own"
+    refused(named, rows_in, tmp_path, tmp_path / "data-00000-of-00002.arrow")
+
+
 def test_files_that_are_not_read_are_named(tmp_path):
     download = ".cache/huggingface/download/b.jsonl.1a.incomplete"
     unread = ["B.JSONL", "c.jsonl.xz", "d.txt", "e.jsonl.1", "deep/part-00000", download]

@@ -226,6 +226,7 @@ CURES = {  # the file as it is, and the answers that are left after the command 
         ["今天天气怎么样"],
     ),
     "Cyrillic in CSV": ("prompt,completion\np,Привет".encode("cp1251"), ["Привет"]),
+    "half a character in JSON": (b'[{"prompt": "p",\n"completion": "cut \\ud83d"}]', ["cut "]),
     "half a character": (b'{"prompt": "p", "completion": "cut \\ud83d"}', ["cut "]),
     "old Mac in CSV": (b"prompt,completion\rp,c\r", ["c"]),
     "backslashes in CSV": (b'prompt,completion\n"p","a \\"b\\" \\n"\n', ['a "b" \\n']),

@@ -87,7 +87,8 @@ def local_files(path: str) -> list[str]:
         UserError: no file is found, a link is broken, or the files belong to several splits.
     """
     candidates = files_of(path)
-    rows = [file for file in candidates if FORMAT.search(file) and _has_rows(Path(file))]
+    is_file = Path(expanded(path)).is_file()
+    rows = [file for file in candidates if FORMAT.search(file) and _has_rows(Path(file), is_file)]
     if not rows:
         what = "it has no file of rows" if candidates else f"no such file{_near(path)}"
         raise UserError(
@@ -95,7 +96,7 @@ def local_files(path: str) -> list[str]:
             f"{', '.join(COMPRESSIONS)}; save other tables, such as .xlsx, as CSV, and plain text "
             "with jq -Rc '{text: .}' OLD > NEW.jsonl"
         )
-    if not Path(expanded(path)).is_file():
+    if not is_file:
         _require_all_parts(path, rows)
     # Links may lead to a file twice: keep the shortest path.
     paths = {os.path.realpath(file): file for file in sorted(rows, key=len, reverse=True)}
@@ -157,8 +158,11 @@ def unread_files(path: str) -> str:
     return f"{len(others):,} of the files of {path}: {first_of(others)}" if others else ""
 
 
-def _has_rows(file: Path) -> bool:
+def _has_rows(file: Path, is_given: bool) -> bool:
     """Return whether a file belongs to the dataset in its folder.
+
+    Args:
+        is_given: True if the source names the file itself, so that others may be missing.
 
     Raises:
         UserError: it is a broken link, or a file is missing from its saved dataset.
@@ -169,8 +173,12 @@ def _has_rows(file: Path) -> bool:
     state = file.with_name("state.json")
     if file.suffix == ".arrow" and state.is_file():
         saved = [file.with_name(name) for name in SAVED.findall(read_text(str(state)))]
-        if missing := [name for name in saved if not name.exists()]:
-            raise UserError(f"{missing[0]}: missing, but state.json names it; copy it as well")
+        missing = [name for name in saved if not name.exists()]
+        if missing and not is_given:
+            raise UserError(
+                f"{missing[0]}: missing, but state.json names it; copy it as well or, to use only "
+                "the others, give each file as a source of its own"
+            )
         return file in saved
     # Opening a FIFO would wait for a writer.
     return file.is_file() and not NO_ROWS.fullmatch(file.name)
