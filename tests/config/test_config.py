@@ -299,6 +299,16 @@ def test_shipped_files_merge_completely(tiny_config, tmp_path, path):
     assert '"auto"' not in json.dumps(merged) and resolved.train.precision == "bf16"
     assert merged["optimizer"]["params"]["lr"] == 3e-3 and merged["gradient_clipping"] == 0.5
     assert merged["bf16"]["enabled"] is True and merged["fp16"]["enabled"] is False
+    # Hugging Face's sizes; hpZ's groups are nodes.
+    sizes = {
+        "reduce_bucket_size": 4096, "stage3_prefetch_bucket_size": 3686,
+        "stage3_param_persistence_threshold": 640, "zero_hpz_partition_size": 2,
+    }  # fmt: skip
+    node = resolve_ds_config(config, Machine(4, 2, precision="bf16"), hidden_size=64)[1]
+    stated = json.loads(path.read_text())["zero_optimization"]
+    for name in sizes.keys() & stated.keys():
+        if stated[name] == "auto":
+            assert node["zero_optimization"][name] == sizes[name], name
     # Sums over micro-steps and over ranks are in fp32. Stage 0 refuses the first.
     sums = ("fp32", torch.float32) if path.stem != "zero0" else (None, None)
     reached = DeepSpeedConfig(copy.deepcopy(merged))

@@ -3,6 +3,7 @@
 import socket
 import sys
 import time
+from itertools import product
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from harness.processes import free_port, run
 from zerotrain.runtime.errors import EnvironmentFailure, UserError
 from zerotrain.runtime.process_group import check_devices
 from zerotrain.runtime.progress import show_rows
-from zerotrain.runtime.seeding import rng_state, set_rng_state
+from zerotrain.runtime.seeding import rank_seed, rng_state, set_rng_state
 
 
 @pytest.mark.parametrize("line, place, key", [
@@ -58,6 +59,11 @@ def test_a_rank_without_a_gpu_is_one_line():
     check_devices(0, visible=1)
     with pytest.raises(EnvironmentFailure, match=r"LOCAL_RANK is 1, but the rank sees 1 GPUs"):
         check_devices(1, visible=1)
+
+
+def test_each_seed_rank_and_step_has_random_numbers_of_its_own():
+    seeds = {rank_seed(*which) for which in product(range(9), repeat=3)}
+    assert len(seeds) == 9**3 and max(seeds) > 2**60
 
 
 def test_random_numbers_continue_unless_the_state_has_another_shape_or_device():

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from harness.inputs import read_config, write_rows
+from harness.inputs import read_config, weighted, write_rows
 from harness.runs import logged, read_metrics
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -46,9 +46,13 @@ def alone():
 
 @pytest.mark.parametrize("batching", ["bucketed", "packed"])
 def test_an_evaluation_has_no_dropout_and_leaves_the_mode_as_it_was(
-    alone, tiny_config, tiny_model_with_dropout, batching
+    alone, tiny_config, tmp_path, chat_rows, tiny_model_with_dropout, batching
 ):
-    config = tiny_config(model=tiny_model_with_dropout, data__batching=batching)
+    """It has no weights, either."""
+    rows = write_rows(tmp_path / "weighted.jsonl", weighted(chat_rows[:9]))
+    config = tiny_config(
+        model=tiny_model_with_dropout, data__batching=batching, data__eval_sources=[rows]
+    )
     config, tokenizer, _, plans = open_plans(read_config(config), 1)
     attention = config.model.attn_implementation
     model = AutoModelForCausalLM.from_pretrained(
@@ -63,7 +67,9 @@ def test_an_evaluation_has_no_dropout_and_leaves_the_mode_as_it_was(
     )  # fmt: skip
     prompt = torch.from_numpy(questions["held_out"][0].prompt)[None]
     answer = model.generate(prompt, do_sample=False, max_new_tokens=8)[0, prompt.shape[1] :]
-    expected = mean_loss(model, read_rows(plan.data)), tokenizer.decode(answer)
+    assert plan.data.is_weighted
+    rows = [(ids, (weights > 0).float()) for ids, weights in read_rows(plan.data)]
+    expected = mean_loss(model, rows), tokenizer.decode(answer)
 
     def failing(*_):
         assert not model.training
