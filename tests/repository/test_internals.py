@@ -100,7 +100,9 @@ INTERNALS = {
     "zerotrain/model/hub.py": """
         transformers.utils.hub: _raise_exceptions_for_missing_entries get_checkpoint_shard_files
     """,
-    "zerotrain/checkpoint/masters.py": """
+    "zerotrain/model/stored.py": """
+        transformers.conversion_mapping: get_model_conversion_mapping
+        transformers.integrations.deepspeed: _apply_weight_conversions_to_state_dict
         transformers.modeling_utils: load_state_dict
     """,
     "zerotrain/tools/memory.py": """

@@ -8,15 +8,26 @@ from dataclasses import replace
 import pytest
 import torch
 from deepspeed.checkpoint.affine import ParamAffineMap
-from harness.inputs import strategy
+from harness.inputs import SMALL_SIZES, strategy
 from harness.runs import checkpoints, read_metrics
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+from transformers.modeling_utils import load_state_dict
 
 from zerotrain.checkpoint.masters import CHUNK, points_in_cells, random_positions
 from zerotrain.checkpoint.zero_state import piece_of_whole
+from zerotrain.model.architecture import auto_class, is_multimodal, meta_model
+from zerotrain.model.hub import weight_files
+from zerotrain.model.stored import fp32_weights
 from zerotrain.runtime.errors import UserError
 from zerotrain.runtime.ranks import Ranks
 from zerotrain.tools.saved import shards_of_rank, whole_weight
+from zerotrain.tools.small_config import small_config
 
 SEED = 7
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -86,6 +97,65 @@ def test_no_rows_columns_chunks_or_parameters_have_related_positions():
         expected = len(one) / 4096
         squares = (cells.bincount(minlength=4096) - expected).square().sum() / expected
         assert abs(squares - 4095) < 6 * (2 * 4095) ** 0.5, lag
+
+
+CONVERTED = [
+    "mixtral", "qwen3_moe", "phimoe", "nemotron_h", "olmo_hybrid", "lara_mini", "gpt_neox",
+    "granitemoe", "qwen3_5", "gemma3",
+]  # fmt: skip
+"""Types of which transformers renames, stacks, joins or splits tensors of the files."""
+
+
+@pytest.mark.parametrize("kind", CONVERTED)
+def test_fp32_files_have_the_numbers_of_each_parameter(tmp_path, kind):
+    """A folder of Qwen3.5 has a vision tower too, and is read as a model of text."""
+    shape = small_config(AutoConfig.for_model(kind))
+    for part in (shape, shape.get_text_config()):
+        part.vocab_size, part.pad_token_id = 320, 0
+        part.bos_token_id = part.eos_token_id = 1
+    torch.manual_seed(0)
+    kinds = AutoModelForMultimodalLM if is_multimodal(shape) else AutoModelForCausalLM
+    kinds.from_config(shape, dtype=torch.float32).save_pretrained(tmp_path)
+    shape = AutoConfig.from_pretrained(tmp_path)
+    model = auto_class(shape).from_pretrained(tmp_path, dtype=torch.float32)
+    skeleton = meta_model(model.config, False)
+    found = {}
+    for weights in fp32_weights(skeleton, str(tmp_path)):
+        found = weights | found
+    named = {key for f in weight_files(str(tmp_path)) for key in load_state_dict(f, "meta")}
+    assert not found.keys() <= named, "the files have other names"
+    for name, p in model.named_parameters():
+        assert torch.equal(found[name], p), name
+    sizes = [w for w in fp32_weights(skeleton, str(tmp_path), "meta", download=False)]
+    assert {name for weights in sizes for name in weights} == found.keys()
+
+
+def test_masters_of_a_mixture_begin_at_the_numbers_of_its_fp32_files(
+    forks, tiny_config, tmp_path, sample_tokenizer
+):
+    """Its experts are fused when they are loaded. One tensor of the files is in bf16."""
+    shape = MixtralConfig(**SMALL_SIZES, num_local_experts=4, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(shape)
+    model.model.norm.weight = torch.nn.Parameter(torch.rand(shape.hidden_size).bfloat16())
+    folder = tmp_path / "model"
+    model.save_pretrained(folder)
+    sample_tokenizer.save_pretrained(folder)
+    exact = dict(model.named_parameters())
+    run = tmp_path / "run"
+    config = tiny_config(
+        model=folder, train__precision="bf16", train__warmup_examples=0, train__steps=1,
+        train__learning_rate=1e-60, train__seed=SEED, data__eval_sources=[],
+        ds_config=strategy(tmp_path, "zero3"), output_dir=str(run),
+    )  # fmt: skip
+    output = forks.finish(config, ranks=2).output
+    assert f"in {len(exact) - 1} tensors" in output and "bf16 weights in 1" in output
+    shards = shards_of_rank(checkpoints(run)[-1], 0)
+    for name, p in exact.items():
+        number, key = p.detach().float().flatten(), f"{SEED} {name}"
+        values, index = number.bfloat16().float(), range(p.numel())
+        points = points_in_cells(values, number, index, key, torch.bfloat16)
+        assert torch.equal(whole_weight(shards, name).flatten(), points), name
 
 
 def test_split_parameters_have_the_points_of_the_whole_ones(forks, tiny_config, tmp_path):

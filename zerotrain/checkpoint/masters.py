@@ -19,11 +19,11 @@ import numpy as np
 import torch
 import xxhash
 from deepspeed import DeepSpeedEngine
-from transformers.modeling_utils import load_state_dict
 
 from zerotrain.checkpoint.zero_state import LocalPart, local_parts, piece_of_whole
 from zerotrain.config.schema import Config
-from zerotrain.model.hub import weight_files
+from zerotrain.model.architecture import meta_model
+from zerotrain.model.stored import fp32_weights
 from zerotrain.runtime.ranks import Ranks
 
 CHUNK = {"cpu": 1 << 17, "cuda": 1 << 22}
@@ -43,16 +43,19 @@ def spread_masters(engine: DeepSpeedEngine, config: Config, ranks: Ranks) -> Non
     Raises:
         UserError: DeepSpeed does not say how tensor parallelism has split a parameter.
     """
-    files = [] if config.model.from_config else weight_files(config.model.name_or_path)
-    stored = {
-        name: tensor.flatten()  # mapped from the file, until it is indexed
-        for file in files
-        for name, tensor in load_state_dict(file).items()
-        if tensor.dtype == torch.float32
+    parts = {
+        part.name: part
+        for part in local_parts(engine)
+        if part.states["fp32"].dtype != part.parameter.dtype and ".lora_" not in part.name
     }
-    for part in local_parts(engine):
-        if part.states["fp32"].dtype != part.parameter.dtype and ".lora_" not in part.name:
-            _spread(part, stored.get(part.name), config, ranks)
+    model = config.model
+    if not model.from_config and not model.lora:
+        skeleton = meta_model(engine.module.config, model.trust_remote_code)
+        for weights in fp32_weights(skeleton, model.name_or_path):
+            for name in parts.keys() & weights.keys():
+                _spread(parts.pop(name), weights[name].flatten(), config, ranks)
+    for part in parts.values():
+        _spread(part, None, config, ranks)
 
 
 def _spread(part: LocalPart, exact: torch.Tensor | None, config: Config, ranks: Ranks) -> None:

@@ -159,23 +159,25 @@ def _at_commit(source: str, file: str) -> str:
 # Files of a pretrained model
 
 
-def weight_files(source: str) -> list[Path]:
-    """Return the files from which transformers reads the weights of a folder or hub id. Files that
-    are not in the hub's cache are downloaded. The list is empty if they have other names.
+def weight_files(source: str, download: bool = True) -> list[Path]:
+    """Return the files from which transformers reads the weights of a folder or hub id. The list is
+    empty if they have other names.
+
+    Args:
+        download: whether to download files that are not in the hub's cache.
 
     Raises:
-        UserError: they cannot be downloaded.
+        UserError: they are not in the cache, and cannot or must not be downloaded.
     """
     name, revision = split_revision(source)
+    options = {"revision": revision, "local_files_only": not download}
     try:
         for first in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
-            found = cached_file(
-                name, first, revision=revision, _raise_exceptions_for_missing_entries=False
-            )
+            found = cached_file(name, first, _raise_exceptions_for_missing_entries=False, **options)
             if found:
                 files = [found]
                 if found.endswith(".json"):
-                    files, _ = get_checkpoint_shard_files(name, found, revision=revision)
+                    files, _ = get_checkpoint_shard_files(name, found, **options)
                 return [*map(Path, files)]
     except OSError as error:
         raise UserError(f"model.name_or_path: cannot load {source}: {summarize(error)}") from error

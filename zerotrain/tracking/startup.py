@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import torch
 
 from zerotrain.checkpoint.run_folder import RESOLVED_CONFIG, RESOLVED_DS_CONFIG
 from zerotrain.checkpoint.start import Start
@@ -15,6 +14,7 @@ from zerotrain.config.parse import dump_config
 from zerotrain.config.schema import DataConfig
 from zerotrain.data.data_plan import DataPlan
 from zerotrain.model.architecture import is_multimodal
+from zerotrain.model.stored import fp32_weights
 from zerotrain.runtime.files import replace_text
 from zerotrain.training.optimizer import Schedule
 from zerotrain.training.setup import Setup
@@ -67,14 +67,7 @@ def startup_table(
         is_whole = is_multimodal(architecture.skeleton.config)
         rows["images and audio"] = "their modules are frozen" if is_whole else "left out"
     if train.precision != "fp32" and start.checkpoint is None:
-        masters = f"the {train.precision} weights"
-        if train.masters == "spread" and config.model.lora:
-            masters += "; of model.lora.modules_to_save, at random points that round to them"
-        elif train.masters == "spread":
-            masters = f"random points that round to {masters}"
-            if architecture.model_config.dtype == torch.float32 and weights == "pretrained":
-                masters = "the numbers of the model's fp32 files"
-        rows["masters begin"] = f"at {masters}"
+        rows["masters begin"] = masters_begin(setup)
     # A user's own rows are often few, and the recipes are made for many. train.steps is meant.
     enough = train.steps or max(steps, FEW_STEPS)
     if steps < max(enough, schedule.warmup_steps):
@@ -89,6 +82,32 @@ def startup_table(
             f"({enough * batch / plan.epoch_size:,.2g} epochs)"
         )
     return rows
+
+
+def masters_begin(setup: Setup) -> str:
+    """Say where the masters of a new run in 16 bits begin, and how many tensors where."""
+    config = setup.config
+    begin = f"at the {config.train.precision} weights"
+    if config.train.masters == "loaded":
+        return begin
+    points = f"at random points that round to the {config.train.precision} weights"
+    if config.model.lora:
+        return f"{begin}; of model.lora.modules_to_save, at random points that round to them"
+    if config.model.from_config:
+        return points
+    skeleton = setup.architecture.skeleton
+    trained = {name for name, p in skeleton.named_parameters() if p.requires_grad}
+    try:
+        files = fp32_weights(skeleton, config.model.name_or_path, "meta", download=False)
+        exact = trained & {name for weights in files for name in weights}
+    except Exception:  # They are not here yet, or damaged, which loading reports.
+        return f"at the numbers that the model's files have in fp32, otherwise {points}"
+    if not exact:
+        return points
+    return (
+        f"at the numbers of the model's fp32 files in {counted(len(exact), 'tensor')}, {points} in "
+        f"{len(trained - exact):,}"
+    )
 
 
 def data_rows(
