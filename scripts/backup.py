@@ -18,8 +18,8 @@ follow. Without --to, the variable BACKUP_URL is used, which other users of a ho
 The variables RANK, WORLD_SIZE and LOCAL_WORLD_SIZE tell which share of the files a node uploads; it
 has the shards of the node's own ranks. Without them, the node is the only one. A checkpoint that
 the run removes meanwhile is removed from the bucket once all others are complete there. Nothing
-else is removed: the ids of checkpoints may be a stranger's, so they have to look like that of a
-save of the same step.
+else is removed. A checkpoint is skipped if the id in its manifest.json, which a stranger may have
+written, does not have the form above, with the checkpoint's own step.
 
 --fetch takes the newest complete save, unless output_dir has it or a newer one. A node takes its
 own ranks' shards, or all shards if the number of ranks has changed. The checkpoint appears in

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 if TYPE_CHECKING:
     from pyarrow.parquet import ColumnChunkMetaData
 
-# Numbers of fields, in parquet.thrift
+# Numbers of fields, in parquet.thrift. Data pages of version 1 and 2 have different headers.
 COMPRESSED_SIZE = 3
-DATA_PAGE_HEADERS = (5, 8)  # of version 1 and 2
+DATA_PAGE_HEADERS = (5, 8)
 NUM_VALUES = 1
 MAX_DEPTH = 8
 

@@ -23,7 +23,7 @@ from zerotrain.tools.records import read_metrics
 
 MAX_BYTES = 1 << 28
 MAX_ENTRIES = 100_000
-MAX_TEXT_CHARACTERS = 1 << 20  # of a group's ranks
+MAX_TEXT_CHARACTERS = 1 << 20  # enough for a group's list of ranks
 MAX_CALL_CHARACTERS = 200
 SIZES = reprlib.Repr()  # writes the sizes of a call's tensors, and ... for further ones
 SIZES.maxlevel, SIZES.maxlist, SIZES.maxtuple = 3, 16, 16

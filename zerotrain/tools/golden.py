@@ -6,9 +6,9 @@ packages that computed them. Each copy takes STEPS steps of train.py on one CPU 
 weights, on rows of data/sample.
 
 CPUs with other instructions, and more threads, sum in another order. With ATEN_CPU_CAPABILITY=avx2
-or default instead of AVX-512, or two threads, the losses moved by up to 1.9e-7 in fp32. In bf16 it
-was up to 1.2e-3, because a router that rounds differently picks other experts. TOLERANCES are a few
-times as large.
+or default instead of AVX-512, or two threads, the losses moved by up to 1.9e-7 in fp32 and 1.8e-4
+in bf16. With experts it was up to 1.2e-3 in bf16, because a router that rounds differently picks
+other ones. TOLERANCES are five times as large, and for experts 2.5 times.
 """
 
 import json
@@ -29,8 +29,13 @@ from zerotrain.tools.local_ranks import short_run
 from zerotrain.tools.records import read_metrics
 
 GOLDEN = Path(__file__).with_name("golden.json")
-RECIPES = ("llama-3.1-8b-lora", "olmo-3-7b", "gpt-oss-20b")  # adapters, windows, experts
-TOLERANCES = {"fp32": 1e-6, "bf16": 5e-3}  # relative, for each step
+DENSE = {"fp32": 1e-6, "bf16": 1e-3}
+TOLERANCES = {
+    "llama-3.1-8b-lora": DENSE,  # adapters
+    "olmo-3-7b": DENSE,  # windows
+    "gpt-oss-20b": DENSE | {"bf16": 3e-3},  # experts
+}
+"""Relative, for each step, by recipe and precision."""
 STEPS = 20
 SAMPLE = Path("data/sample")
 
@@ -43,7 +48,10 @@ def train_copies(work: Path) -> dict[str, dict[str, list[float]]]:
     """
     # The stored losses are a CPU's. Threads would change their last digits.
     os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return {r: {p: train_copy(r, p, work / r) for p in TOLERANCES} for r in RECIPES}
+    return {
+        recipe: {precision: train_copy(recipe, precision, work / recipe) for precision in limits}
+        for recipe, limits in TOLERANCES.items()
+    }
 
 
 def store(losses: Mapping[str, Any]) -> None:
@@ -64,7 +72,7 @@ def compare(losses: Mapping[str, Mapping[str, Sequence[float]]]) -> bool:
     for recipe, by_precision in losses.items():
         for precision, found in by_precision.items():
             moved = np.abs(np.divide(found, stored["losses"][recipe][precision]) - 1)
-            limit = TOLERANCES[precision]
+            limit = TOLERANCES[recipe][precision]
             verdicts.append(bool(np.all(moved <= limit)))  # NaN fails too
             print(
                 f"{recipe:<18} {precision}  largest difference {np.max(moved):.1e}, at step "

@@ -60,7 +60,7 @@ class TrackerSink:
 
 
 def start_mlflow(mlflow: ModuleType, project: str, name: str, run_id: str) -> None:
-    """Start a run of MLflow, or continue the one that has our id as a tag."""
+    """Start a run of MLflow, or continue the run whose tag `run` is the id."""
     # MLflow repeats a failed request for minutes, unless told otherwise.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     mlflow.config.enable_async_logging()
