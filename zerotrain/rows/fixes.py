@@ -103,6 +103,10 @@ def _chats(row: JsonObject) -> list[tuple[str, list[JsonObject]]]:
     ]
 
 
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
 def _first(keys: Any) -> str | None:
     return next(iter(keys), None)
 
@@ -141,7 +145,7 @@ def _media(row: JsonObject) -> str | None:
         for value in objects
         for key in value
         if (MEDIA.fullmatch(key) and value[key] not in ("", []))
-        or (key == "type" and MEDIA_PART.fullmatch(str(value[key])))
+        or (key == "type" and MEDIA_PART.fullmatch(_text(value[key])))
     )
 
 
@@ -292,7 +296,7 @@ LAYOUTS = [
         lambda row: _first(
             k
             for k, part in _parts(row)
-            if str(part.get("type"))[:5] == "tool_" and "value" not in part
+            if _text(part.get("type"))[:5] == "tool_" and "value" not in part
         ),
         TEXT_OF + 'KEY |= [.[] | if (.content | type) != "array" then . else (.content[] | '
         'select(.type == "tool_result") | {role: "tool", tool_call_id: .tool_use_id, content: '
@@ -311,7 +315,7 @@ LAYOUTS = [
     ),
     Layout(
         "its answers are texts of whole chats; to keep the chosen one",
-        lambda row: "chosen" if str(row.get("chosen")).lstrip().startswith("Human:") else None,
+        lambda row: "chosen" if _text(row.get("chosen")).lstrip().startswith("Human:") else None,
         '[KEY | scan("(Human|Assistant):((?:(?!\\n\\n(?:Human|Assistant):)[\\\\s\\\\S])*)") | '
         '{role: (if .[0] == "Human" then "user" else "assistant" end), content: '
         '(.[1] | ltrimstr(" "))}] as $turns | del(.chosen, .rejected) | .messages = $turns',
