@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from harness.cures import refused
-from harness.inputs import read_config, write_rows
+from harness.inputs import chat, read_config, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -249,6 +249,24 @@ def test_rows_that_occur_several_times_are_counted(tiny_config, tmp_path):
     assert rows["WARNING: seen"].startswith("1 of its 3 examples are also training examples")
     assert rows["held-out set: new"] == "6 examples" and "WARNING: new" not in rows
     assert not any(key.startswith("not read") for key in rows)
+
+
+def test_a_repeat_is_rounded_to_the_nearest_number_of_rows(tiny_config):
+    def places(repeat):
+        return plan_of(
+            tiny_config(data__train_sources=[{"path": path, "repeat": repeat}])
+        ).order.places
+
+    path = read_config(tiny_config()).data.train_sources[0].path
+    assert [places(repeat) for repeat in (0.7, 0.255, 1.01, 0.5)] == [49, 18, 71, 35]
+
+
+def test_a_question_ends_before_the_last_answer(tiny_config, tmp_path):
+    rows = write_rows(tmp_path / "rounds.jsonl", [chat("1+1?", "2", "2+2?", "4")] * 12)
+    config, tokenizer, plan, _ = open_plans(read_config(tiny_config(data__train_sources=[rows])), 1)
+    [question] = choose_questions("held_out", plan.data, config.data.max_length, 1)
+    texts = [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in question]
+    assert "2+2?" in texts[0] and texts[1] == "4"
 
 
 def test_questions_need_a_whole_answer(tiny_config):
