@@ -344,6 +344,16 @@ def test_the_columns_that_a_message_names_read_the_row(tmp_path, build, named):
     build([row], train_sources=[Source(file, columns=columns)])
 
 
+def test_no_columns_are_named_for_a_row_that_lacks_its_question(build):
+    for row in (
+        {"prompt": None, "completion": "good"},
+        {"completion": "good"},
+        {"instruction": None, "input": "p", "output": "good"},
+        {"question": None, "text2": "p", "answer": "good"},
+    ):
+        assert "set columns" not in refused("rows.jsonl:1: ", build, [row])
+
+
 def test_keys_that_answers_may_refer_to_are_not_ignored(build):
     for row in (
         {**SHORT, "history": "a"},

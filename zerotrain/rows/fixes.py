@@ -349,7 +349,9 @@ def explained(error: BadRow, raw: RawRow, columns: dict[str, str]) -> str:
         return _fitted(f"not UTF-8; {_encoding_fix(raw)}", raw, is_decoded=True)
     given = _row_of(raw)
     row = decoded(given)
-    fix = row and (_layout_fix(row, columns) or _columns_fix(row, error))
+    fix = row and _layout_fix(row, columns)
+    if not fix and not re.search(r":\s*null", raw.text):  # Other rows may have a value for the key.
+        fix = row and _columns_fix(row, error)
     return _fitted(fix or str(error), raw, is_decoded=row == given)
 
 
@@ -447,7 +449,8 @@ def _columns_fix(row: JsonObject, error: BadRow) -> str | None:
         shown = ", ".join(f"{our}: {key}" for our, key in names if our != key)
         return f"set columns: {{{shown}}} of the source, if {answer} is the answer"
     content = [key for key in row if key.lower() not in METADATA]
-    if len(content) == 1 and isinstance(row[content[0]], str):
+    is_half = {*content} & {*QUESTIONS, *ANSWERS}
+    if len(content) == 1 and isinstance(row[content[0]], str) and not is_half:
         return f"set columns: {{text: {content[0]}}} of the source, if that is plain text"
     return None
 
