@@ -13,6 +13,7 @@ with the first update:
 The 16-bit weights, and so the first loss, stay the same.
 """
 
+from copy import deepcopy
 from typing import TypeAlias
 
 import numpy as np
@@ -22,7 +23,6 @@ from deepspeed import DeepSpeedEngine
 
 from zerotrain.checkpoint.zero_state import LocalPart, local_parts, piece_of_whole
 from zerotrain.config.schema import Config
-from zerotrain.model.architecture import meta_model
 from zerotrain.model.stored import fp32_weights
 from zerotrain.runtime.ranks import Ranks
 
@@ -49,8 +49,9 @@ def spread_masters(engine: DeepSpeedEngine, config: Config, ranks: Ranks) -> Non
         if part.states["fp32"].dtype != part.parameter.dtype and ".lora_" not in part.name
     }
     model = config.model
-    if not model.from_config and not model.lora:
-        skeleton = meta_model(engine.module.config, model.trust_remote_code)
+    if parts and not model.from_config and not model.lora:
+        with torch.device("meta"):  # The engine's model may be split, or partitioned.
+            skeleton = type(engine.module)(deepcopy(engine.module.config))
         for weights in fp32_weights(skeleton, model.name_or_path):
             for name in parts.keys() & weights.keys():
                 _spread(parts.pop(name), weights[name].flatten(), config, ranks)
