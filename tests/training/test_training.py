@@ -250,13 +250,13 @@ def test_ranks_that_hang_are_named_at_the_timeout(forks, tiny_config, tmp_path):
     run.kill(2, signal.SIGSTOP)
     run.until(lambda: "Timed out" in run.log.read_text())  # gloo's own time-out is 30 minutes
     assert time.monotonic() - began < 60
+    assert [*(tmp_path / "run").glob("collectives_*")] == [tmp_path / "run" / "collectives_0"]
     run.kill(1, signal.SIGABRT)
     run.kill(2)
     assert run.wait().code != 0
     output, host = run.log.read_text(), socket.gethostname()
     assert f'[rank 1 @ {host}]   File "<string>", line 1 in <lambda>' in output
     assert f"[rank 1 @ {host}] Fatal Python error: Aborted" in output
-    assert [*(tmp_path / "run").glob("collectives_*")] == [tmp_path / "run" / "collectives_0"]
 
 
 def test_zero3_loads_partitioned(forks, tiny_config, tmp_path, sample_tokenizer):
