@@ -146,7 +146,9 @@ def main(config: Config, dry_run: bool = False) -> None:
         base = load_start(engine, start, ranks, model_base, config.train.seed)
         if config.train.masters == "spread" and start.checkpoint is None:
             ranks.run_on_all(lambda: spread_masters(engine, config, ranks))
-        check_engine(engine, setup, tokenizer, start.plan, ranks)
+        # Counts of another model are refused here, and not in the first step.
+        ranks.run_on_all(lambda: loss.router_loss.begin(start.progress.expert_counts))
+        check_engine(engine, loss, setup, tokenizer, start.plan, ranks)
 
         # 5. Train.
         metrics = open_metrics(config, start.progress, schedule.total_steps, ranks, lock)
@@ -275,7 +277,7 @@ def take_step(run: Training, batches: Iterator[StepBatch], progress: Progress) -
     with explain_out_of_memory(describe_micro_batch, run.plan, examples):
         limit = spike_limit(progress.norms, run.config.train.skip_spikes)
         try:
-            values, losses = train_step(run, batch, limit)
+            values, losses, counts = train_step(run, batch, limit, progress.expert_counts)
         except RunFailed:
             run.saver.finish()
             raise
@@ -291,6 +293,7 @@ def take_step(run: Training, batches: Iterator[StepBatch], progress: Progress) -
         eval_loss=None,
         skipped_in_a_row=in_a_row,
         norms=(*progress.norms, values["grad_norm"])[-SPIKE_WINDOW:],
+        expert_counts=progress.expert_counts if values["update_skipped"] else counts,
     )
     run.reporter.report(batch, values, progress)
     if is_bad:
@@ -308,34 +311,36 @@ def take_step(run: Training, batches: Iterator[StepBatch], progress: Progress) -
 
 
 def train_step(
-    run: Training, batch: StepBatch, limit: float
-) -> tuple[dict[str, float], torch.Tensor]:
+    run: Training, batch: StepBatch, limit: float, expert_counts: tuple[int, ...]
+) -> tuple[dict[str, float], torch.Tensor, tuple[int, ...]]:
     """Run forward, backward and update on this rank's share of the step.
 
     DeepSpeed averages gradients over W ranks; under tensor parallelism, over W groups of ranks that
     share a micro-batch. The plan knows N, the step's supervised tokens over all ranks, or the sum
     of their weights. Backward on
     sum_CE * W / N in every micro-batch then gives exactly the gradient of the mean over tokens, for
-    any W and any number of micro-steps. The router loss, one value per micro-batch, is averaged in
-    the same way, weighted by tokens without padding.
+    any W and any number of micro-steps. The router loss is summed in the same way, with the number
+    of real tokens in place of N: see zerotrain/training/router_loss.py.
 
     Args:
         limit: the gradient norm above which the update is skipped.
+        expert_counts: how often each expert was chosen in the last step whose update was applied.
 
     Returns:
         The step's values: loss, in nats per supervised token of the global batch; source_loss/NAME,
         the same of each source, if there are several; grad_norm, before clipping; update_skipped,
         which is also true while fp16 looks for its loss scale; and router_loss of mixtures of
-        experts, without its coefficient. And the losses of this rank's micro-steps, float64
-        [2, micro-steps].
+        experts, without its coefficient. The losses of this rank's micro-steps, float64
+        [2, micro-steps]. And how often each expert was chosen in this step.
     """
     engine = run.engine
     loss_sum = run.loss
+    router_loss = loss_sum.router_loss
     ranks = run.ranks
     timer = run.timer
     weight = float(batch.plan.weights.sum())
     scale = ranks.replicas / weight
-    router_scale = loss_sum.router_coefficient * ranks.replicas / batch.plan.tokens
+    router_scale = router_loss.coefficient * ranks.replicas / batch.plan.tokens
     # Cross entropy and router loss of each micro-step, on the device: no micro-step waits for them.
     losses = torch.zeros(2, len(batch.micro_batches), dtype=torch.float64, device=ranks.device)
     names = run.plan.source_names
@@ -343,6 +348,7 @@ def train_step(
     for i, is_last, watch in micro_steps(batch, every, engine.module, ranks):
         if i == 0:  # also after a replay
             loss_sum.by_source = losses.new_zeros(len(names))
+            router_loss.begin(expert_counts)
         micro_batch = batch.micro_batches[i]
         # DeepSpeed cannot count: the number of micro-steps differs between steps.
         engine.set_gradient_accumulation_boundary(is_last)
@@ -356,18 +362,19 @@ def train_step(
     # Calls engine.step(), which clips, updates and zeroes the gradients.
     grad_norm, is_applied = apply_update(engine, run.config.train.gradient_clipping, limit)
     # The ranks of a tensor-parallel group have the same losses.
-    sums = torch.cat([losses.sum(1), loss_sum.by_source])
+    sums = losses.sum(1), loss_sum.by_source, router_loss.tally[0].to(ranks.device)
     loss_sum.by_source = None  # evaluations add nothing
-    totals = (ranks.sum(sums) / ranks.tensor).tolist()
-    mean_loss = totals[0] / weight
+    totals = (ranks.sum(torch.cat(sums)) / ranks.tensor).split([*map(len, sums)])
+    (cross_entropy, router), by_source, counts = (total.tolist() for total in totals)
     timer.mark("optimizer")
-    values = {"loss": mean_loss, "grad_norm": grad_norm, "update_skipped": not is_applied}
-    if loss_sum.router_coefficient:
-        values["router_loss"] = totals[1] / batch.plan.tokens
-    for name, total, its_weight in zip(names, totals[2:], batch.plan.weights, strict=True):
+    values = {"loss": cross_entropy / weight, "grad_norm": grad_norm}
+    values["update_skipped"] = not is_applied
+    if router_loss.coefficient:
+        values["router_loss"] = router / batch.plan.tokens
+    for name, total, its_weight in zip(names, by_source, batch.plan.weights, strict=True):
         if its_weight > 0 and len(names) > 1:  # a step may have no row of a source
             values[f"source_loss/{name}"] = total / its_weight
-    return values, losses
+    return values, losses, tuple(map(int, counts))
 
 
 def agree_on_requests(run: Training, step: int) -> tuple[str, bool]:

@@ -62,9 +62,9 @@ def main(config: Config) -> None:
             config=setup.config, plan=plan, engine=engine, loss=loss, ranks=ranks, timer=watch
         )  # fmt: skip
         batches = load_steps(plan, ranks.data_rank, 0, 2, part=ranks.sequence_part)
-        train.train_step(run, next(batches), math.inf)
+        train.train_step(run, next(batches), math.inf, ())
         with record_function("second step"):
-            train.train_step(run, next(batches), math.inf)
+            train.train_step(run, next(batches), math.inf, ())
     if ranks.is_first:
         trace = Path(config.output_dir) / "trace.json"
         trace.parent.mkdir(parents=True, exist_ok=True)

@@ -99,7 +99,7 @@ def test_an_engine_that_is_loaded_goes_on_as_the_one_that_was_saved(
     threads, may_write = ThreadPoolExecutor(1), threading.Event()
     threads.submit(may_write.wait)
     saver = Saver(
-        engine, base, tokenizer, RunIdentity.of(setup, plan), CheckpointConfig(async_save=True),
+        engine, base, tokenizer, RunIdentity.of(setup, plan, {}), CheckpointConfig(async_save=True),
         one_rank, RunLock(tmp_path), None, print, _threads=threads,
     )  # fmt: skip
     saver.save(Progress(step=2))

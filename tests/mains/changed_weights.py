@@ -14,10 +14,10 @@ def main(config, dry_run):
     train.MAX_SKIPPED_IN_A_ROW = 3
     train_step, changed = train.train_step, []
 
-    def step(run, batch, limit):
+    def step(run, batch, *rest):
         engine, ranks = run.engine, run.ranks
         before = hash_state(engine)
-        values = train_step(run, batch, limit)
+        values = train_step(run, batch, *rest)
         if hash_state(engine) != before:
             changed.append(batch.global_step + 1)
         (Path(config.output_dir) / f"changed_{ranks.rank}.json").write_text(json.dumps(changed))

@@ -11,7 +11,7 @@ def main(config, dry_run):
     """Train. The replayed micro-batch computes the gradient twice, and the second has the flip."""
     train_step = train.train_step
 
-    def step(run, batch, limit):
+    def step(run, batch, *rest):
         if run.ranks.rank == 1 and batch.global_step == 21:
             weight = run.engine.module.get_parameter("model.layers.1.mlp.up_proj.weight")
             passes = count()
@@ -23,7 +23,7 @@ def main(config, dry_run):
                 return gradient
 
             weight.register_hook(flip)
-        return train_step(run, batch, limit)
+        return train_step(run, batch, *rest)
 
     train.train_step = step
     train.main(config, dry_run)

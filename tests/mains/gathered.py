@@ -15,7 +15,7 @@ def main(config, dry_run):
     counts = {"largest": 0, "in_a_pass": 0, "after_backward": 0, "after_a_step": 0}
     train_step = train.train_step
 
-    def step(run, batch, norms):
+    def step(run, batch, *rest):
         engine, ranks = run.engine, run.ranks
         parameters = [p for p in engine.module.parameters() if not p.ds_persist]
         counts["largest"] = max(p.ds_numel for p in parameters)
@@ -33,7 +33,7 @@ def main(config, dry_run):
         engine.backward = backward_and_count
         hook = register_module_forward_hook(lambda *_: count("in_a_pass"))
         try:
-            values = train_step(run, batch, norms)
+            values = train_step(run, batch, *rest)
         finally:
             hook.remove()
             engine.backward = backward

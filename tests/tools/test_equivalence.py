@@ -7,7 +7,7 @@ import pytest
 import torch
 from harness.inputs import SMALL_SIZES, read_config, strategy
 from harness.runs import read_metrics
-from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
+from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3_5TextConfig
 
 import zerotrain.tools.equivalence
 from zerotrain.config.parse import dump_config
@@ -69,6 +69,23 @@ def test_a_hybrid_equals_plain_torch_at_zero3(equivalence, tiny_config, tmp_path
     config = tiny_config(model=tmp_path / "hybrid", model__activation_checkpointing=True)
     code, out = equivalence(config, "--ds_configs", "ds_configs/zero3.json")
     assert code == 0 and out.count("  equal\n") == 4 and out.count(", packed,") == 2, out
+
+
+def test_a_mixture_with_a_router_loss_equals_plain_torch(
+    equivalence, tiny_config, tmp_path, sample_tokenizer
+):
+    """One rank has several micro-steps."""
+    torch.manual_seed(0)
+    mixture = MixtralConfig(
+        **SMALL_SIZES, num_local_experts=8, output_router_logits=True, router_aux_loss_coef=0.3,
+        eos_token_id=sample_tokenizer.eos_token_id, pad_token_id=sample_tokenizer.pad_token_id,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(mixture).save_pretrained(tmp_path / "mixture")
+    sample_tokenizer.save_pretrained(tmp_path / "mixture")
+    config = tiny_config(model=tmp_path / "mixture")
+    code, out = equivalence(config, "--ds_configs", "ds_configs/zero2.json")
+    assert code == 0 and out.count("  equal\n") == 4, out
+    assert "router loss" in out.splitlines()[0], out
 
 
 def test_rounding_to_bf16_is_within_its_tolerance(equivalence, tiny_config):

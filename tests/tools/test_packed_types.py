@@ -1,14 +1,19 @@
-"""Packed examples of each listed type equal single ones.    pytest tests/tools/test_packed_types.py
+"""Packed examples of each listed type equal single ones, and router losses are transformers' own.
+pytest tests/tools/test_packed_types.py
 
 Types that the installed version of transformers does not have are left out.
 """
 
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import model_type_to_module_name
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from zerotrain.model.architecture import auto_class
 from zerotrain.model.mixers import KERNELS, keep_apart
@@ -16,6 +21,7 @@ from zerotrain.model.packing import ATTENTION_TYPES, MIXER_TYPES, PACKED_EXAMPLE
 from zerotrain.model.probes import check_packing
 from zerotrain.runtime.errors import UserError
 from zerotrain.tools.small_config import small_config
+from zerotrain.training.router_loss import RouterLoss
 
 torch.set_num_threads(1)  # for models this small, threads cost more than they save
 
@@ -49,7 +55,7 @@ SIZES = {
 """Sizes of small models that do not follow from SMALL_SIZES."""
 
 
-def small_model(kind):
+def small_model(kind, **more):
     """A small model of a type, with a sliding window where the type has one."""
     layers = LAYERS if kind in ("lfm2", "lfm2_moe") else {}
     for sizes in ({}, {"head_dim": 8, "num_key_value_heads": 2}):
@@ -57,7 +63,7 @@ def small_model(kind):
             config = small_config(AutoConfig.for_model(kind, **sizes, **layers))
             text = config.get_text_config()
             known = {key: value for key, value in OPTIONAL.items() if hasattr(text, key)}
-            values = {"vocab_size": 320, "pad_token_id": 0, **known, **SIZES.get(kind, {})}
+            values = {"vocab_size": 320, "pad_token_id": 0, **known, **SIZES.get(kind, {}), **more}
             for key, value in values.items():
                 setattr(text, key, value)
             torch.manual_seed(0)
@@ -65,7 +71,8 @@ def small_model(kind):
             for weight in model.parameters():
                 if weight.dim() > 1:
                     torch.nn.init.normal_(weight, std=0.1)
-            model.set_attn_implementation(PACKED_EXAMPLES)
+            if not more:
+                model.set_attn_implementation(PACKED_EXAMPLES)
             assert model.config.model_type == kind
             return model
     raise AssertionError(f"{kind}: no small model")
@@ -81,6 +88,45 @@ def test_packed_examples_of_each_listed_type_equal_single_ones():
                 check_packing(model, range(3, 320))
         keep_apart(model)
         check_packing(model, range(3, 320))
+
+
+# --------------------------------------------------------------------------------------------------
+# Router losses
+
+DBRX = {
+    "d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 320, "output_router_logits": True,
+    "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
+    "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+}  # fmt: skip
+
+
+def has_router_loss(kind):
+    if f"{kind}_text" in CONFIG_MAPPING:  # the same layers, with a tower for pictures
+        return False
+    name = model_type_to_module_name(kind)
+    code = Path(transformers.__file__).parent / "models" / name / f"modeling_{name}.py"
+    return code.exists() and "= load_balancing_loss_func(" in code.read_text()
+
+
+def test_the_router_loss_of_each_type_is_transformers_own_or_refused():
+    kinds = {*filter(has_router_loss, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), "llama4_text"}
+    kinds -= {"qwen4_exp_text"}  # It has no small model.
+    assert len(kinds) > 25
+    for kind in kinds:
+        if kind == "dbrx":
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **DBRX))
+        else:
+            model = small_model(kind, output_router_logits=True, is_moe=True)
+        loss = RouterLoss(model)
+        assert loss.coefficient > 0, kind
+        # Doge's routers choose by two keys, and Llama 4 computes no router loss.
+        if kind in ("doge", "llama4_text"):
+            with pytest.raises(UserError, match="output_router_logits to false"):
+                loss.check(model, range(3, 320))
+            model.config.output_router_logits = False
+            RouterLoss(model).check(model, range(3, 320))
+        else:
+            loss.check(model, range(3, 320))
 
 
 # --------------------------------------------------------------------------------------------------

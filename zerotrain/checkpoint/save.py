@@ -217,6 +217,8 @@ class Saver:
             model.generation_config.save_pretrained(draft / "model")
         self.tokenizer.save_pretrained(draft / "model")
         state = asdict(TrainerState(self.identity, self._progress))
+        # What is off leaves nothing behind.
+        state["progress"] = {k: v for k, v in state["progress"].items() if v != ()}
         (draft / TRAINER_STATE).write_text(json.dumps(state, indent=2))
 
     def _seal(self, entries: list[dict[str, Any]]) -> None:

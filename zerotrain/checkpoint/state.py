@@ -96,6 +96,10 @@ class Progress:
     """Number of consecutive steps, up to this one, whose update was skipped."""
     norms: tuple[float, ...] = ()
     """The gradient norms of the last steps, for train.skip_spikes."""
+    expert_counts: tuple[Count, ...] = ()
+    """How often each expert was chosen in the last step whose update was applied, over all layers
+    and ranks. Empty before that step, and without a router loss.
+    """
     wandb_id: str = ""
     plan_start: PlanStart = field(default_factory=PlanStart)
     """The position in the data at which the steps of the run's plan begin."""

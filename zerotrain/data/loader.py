@@ -36,6 +36,7 @@ class MicroBatch(NamedTuple):
     targets: torch.Tensor  # int64 [targets], the token after each of these positions
     # float32 [1 or 2, targets], the number of each target's source, and its weight if not all are 1
     of_targets: torch.Tensor
+    is_real: torch.Tensor  # bool [examples, length], False at padding and in a filler
     # For attention within packed examples. A slice has the values of the whole sequence.
     lengths: tuple[int, ...] = ()  # tokens of each example
     ends: torch.Tensor | None = None  # int32 [1 + examples], 0 and the end of each example
@@ -63,7 +64,11 @@ class MicroBatch(NamedTuple):
         # The logits at a position predict the next token. No target is the first token of its
         # example, so padding or another example never predicts it.
         of_targets = np.zeros((1, targets.size), np.float32)  # load_steps knows them
-        arrays = (input_ids, attention_mask, position_ids, positions - 1, targets, of_targets)
+        is_real = np.ones_like(input_ids) if attention_mask is None else attention_mask
+        is_real = (is_real > 0) & is_target.any()  # Every example has a target, a filler has none.
+        arrays = (
+            input_ids, attention_mask, position_ids, positions - 1, targets, of_targets, is_real,
+        )  # fmt: skip
         batch = cls(*(None if array is None else torch.from_numpy(array) for array in arrays))
         if position_ids is None:
             return batch
@@ -106,6 +111,7 @@ class MicroBatch(NamedTuple):
             positions=(row * width + column % width)[is_own],
             targets=self.targets[is_own],
             of_targets=self.of_targets[:, is_own],
+            is_real=own(self.is_real),
         )
         return part.of_lengths(filter(None, [*(self.lengths or [length]), padding]))
 

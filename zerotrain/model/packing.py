@@ -96,8 +96,6 @@ def resolve_batching(
         # Bucketed sequences are split like packed ones: a slice has positions instead of a mask.
         if not heads_divide(skeleton, sequence):
             problem = "its heads of keys and values cannot be divided"
-        elif getattr(skeleton.config.get_text_config(), "output_router_logits", False):
-            problem = "the router loss needs whole micro-batches"
         if problem:
             raise UserError(
                 f"ds_config: sequence_parallel_size {sequence} cannot be: {problem}; remove it"

@@ -195,10 +195,15 @@ def draw(tokens: Sequence[int], examples: int) -> torch.Tensor:
     return torch.as_tensor(tokens)[choice]
 
 
+def compute_logits(forward: nn.Module, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Return the logits of `call_plainly`, float32 [examples, length, vocabulary]."""
+    return call_plainly(forward, ids, **options).logits.float()
+
+
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")  # Graphs for these few tokens would never run again.
-def compute_logits(forward: nn.Module, ids: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Return the logits in evaluation mode, float32 [examples, length, vocabulary].
+def call_plainly(forward: nn.Module, ids: torch.Tensor, **options: Any) -> Any:
+    """Return the model's output in evaluation mode.
 
     Args:
         ids: int64 [examples, length], on any device.
@@ -209,7 +214,7 @@ def compute_logits(forward: nn.Module, ids: torch.Tensor, **options: Any) -> tor
     was_training = forward.training
     forward.eval()
     try:
-        return forward(input_ids=ids.to(forward.device), use_cache=False, **options).logits.float()
+        return forward(input_ids=ids.to(forward.device), use_cache=False, **options)
     # X-MOD needs a language, other models an encoder. Doge computes with its mask.
     except (AttributeError, TypeError, ValueError) as error:
         what = "packed examples (use data.batching: bucketed)" if options else "tokens alone"

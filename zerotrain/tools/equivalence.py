@@ -75,7 +75,8 @@ def prove_equivalence(
     tokenizer, dtype = load_tokenizer(config.model), DTYPES[precision]
     plain = train_plainly(config, tokenizer, lambda m: _prepared(m, config), EPSILON, dtype)
     tolerance = TOLERANCES[precision]
-    names = ["loss", "norm", "weights"] if precision == "fp32" else ["loss", "norm"]
+    names = ["loss", *["router loss"] * bool(plain.router_losses), "norm"]
+    names += ["weights"] * (precision == "fp32")
     _print_row("", "micro-steps", *names)
     _print_row(f"tolerance, {precision}", "", *[f"{tolerance:.1e}"] * len(names))
     verdicts = []
@@ -133,7 +134,10 @@ def _differences(plain: PlainRun, folder: Path) -> tuple[str, list[float]]:
     """
     steps = read_metrics(folder)
     found = []
-    for name, expected in (("loss", plain.losses), ("grad_norm", plain.grad_norms)):
+    measured = {"loss": plain.losses, "grad_norm": plain.grad_norms}
+    if plain.router_losses:
+        measured = {"loss": plain.losses, "router_loss": plain.router_losses, **measured}
+    for name, expected in measured.items():
         values = np.array([step[name] for step in steps], dtype=float)
         found.append(np.max(np.abs(values / expected - 1)))
     shards = Shards(list_complete(checkpoints_folder(str(folder)))[-1])
@@ -155,9 +159,8 @@ def _differences(plain: PlainRun, folder: Path) -> tuple[str, list[float]]:
 def cut_down(config: Config, work: Path, ranks: int, precision: str) -> Config:
     """Return the config of a small copy of the run, and write its model and rows into `work`.
 
-    The model has the same architecture and random weights, but no dropout and no router loss. The
-    copy has the first rows of each source. Warm-up and quantization, which change the losses on
-    purpose, are left out.
+    The model has the same architecture and random weights, but no dropout. The copy has the first
+    rows of each source. Warm-up and quantization, which change the losses on purpose, are left out.
 
     Raises:
         UserError: the model has no small copy, or a source cannot be read.

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import ModelOutput
 
 from zerotrain.config.schema import Config
 from zerotrain.data.cache import TokenizedRows
@@ -35,6 +36,8 @@ class PlainRun(NamedTuple):
 
     losses: list[float]
     """Nats per supervised token, by step."""
+    router_losses: list[float]
+    """Router loss without its coefficient, by step; empty if the model has none."""
     grad_norms: list[float]
     """Norm before clipping, by step."""
     learning_rates: list[float]
@@ -84,12 +87,14 @@ def train_plainly(
     steps = train.steps or train.epochs * per_epoch
     warmup = -(-train.warmup_examples // train.global_batch_size)
     losses, norms, rates = [], [], []
+    router_loss = PlainRouterLoss(model)
     before = mean_loss(model, held_out)
     for k in range(steps):
         chosen = order.examples(*divmod(k, per_epoch))
         optimizer.zero_grad()
+        router_loss.begin(lengths[chosen].sum())
         with rounded(model, dtype):
-            losses.append(mean_loss(model, [rows[i] for i in chosen], backward=True))
+            losses.append(mean_loss(model, [rows[i] for i in chosen], router_loss))
         # fp64: torch's own fp32 norm is off by 1e-3 on CPU for some million elements.
         gradients = {name: p.grad for name, p in trained.items() if p.grad is not None}
         for name, gradient in gradients.items():
@@ -105,7 +110,43 @@ def train_plainly(
         optimizer.step()
     evals = before, mean_loss(model, held_out)
     weights = dict(model.named_parameters())
-    return PlainRun(losses, norms, rates, evals, weights, peaks)
+    return PlainRun(losses, router_loss.values, norms, rates, evals, weights, peaks)
+
+
+class PlainRouterLoss:
+    """The router loss of whole steps, by transformers' formula, with the numbers of tokens per
+    expert from the step before; in the first step all are equal.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        text = model.config.get_text_config()
+        self.values: list[float] = []
+        self.coefficient = 0.0
+        if getattr(text, "output_router_logits", False):
+            name = "aux_loss_coef" if hasattr(model, "aux_loss_coef") else "router_aux_loss_coef"
+            self.coefficient = getattr(model, name, None) or getattr(text, name, 0.0)
+            name = "num_experts_per_tok"
+            self.top_k = getattr(model, name, None) or getattr(text, name)
+            self.counts = torch.ones(1)
+
+    def begin(self, tokens: int) -> None:
+        """Begin a step of so many tokens."""
+        if self.coefficient:
+            self.tokens, self.last, self.counts = tokens, self.counts, torch.zeros(1)
+            self.values.append(0.0)
+
+    def __call__(self, out: ModelOutput) -> torch.Tensor | float:
+        """Return a row's part of the step's router loss, times the coefficient."""
+        if not self.coefficient:
+            return 0.0
+        each = torch.cat([logits.softmax(-1) for logits in out.router_logits])
+        experts = each.shape[1]  # each: probabilities, [layers * tokens, experts]
+        self.counts = self.counts + F.one_hot(each.topk(self.top_k).indices, experts).sum((0, 1))
+        shares = self.top_k * self.last / self.last.expand(experts).sum()
+        means = each.sum(0) / (len(out.router_logits) * self.tokens)
+        loss = experts * (shares * means).sum()
+        self.values[-1] += loss.item()
+        return self.coefficient * loss
 
 
 @contextmanager
@@ -130,19 +171,22 @@ def read_rows(cache: TokenizedRows) -> list[Row]:
     return rows
 
 
-def mean_loss(model: nn.Module, rows: list[Row], backward: bool = False) -> float:
-    """Return the mean cross entropy of supervised tokens, weighted. `backward` also accumulates
-    gradients.
+def mean_loss(
+    model: nn.Module, rows: list[Row], router_loss: PlainRouterLoss | None = None
+) -> float:
+    """Return the mean cross entropy of supervised tokens, weighted. With a router loss, also
+    accumulate the gradients of both.
     """
     weight = sum(weights[0, 1:].double().sum().item() for _, weights in rows)
     total = 0.0 if rows else float("nan")
     for ids, weights in rows:
-        with torch.set_grad_enabled(backward):
-            logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+        with torch.set_grad_enabled(router_loss is not None):
+            out = model(input_ids=ids, use_cache=False)
+            logits = out.logits[0, :-1]
             wanted = weights[0, 1:] > 0
             each = F.cross_entropy(logits[wanted], ids[0, 1:][wanted], reduction="none")
             loss = (each * weights[0, 1:][wanted]).sum() / weight
-        if backward:
-            loss.backward()
+        if router_loss:
+            (loss + router_loss(out)).backward()
         total += loss.item()
     return total

@@ -10,7 +10,7 @@ SMALL_SIZES = {
     "qk_rope_head_dim": 8, "num_experts": 4,
     "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64,
     "query_pre_attn_scalar": 8, "image_size": 28, "mm_tokens_per_image": 4,
-    "initializer_range": 0.1, "output_router_logits": False,
+    "initializer_range": 0.1, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
 """Values of the small copy, for the keys that the model's config has."""
 
@@ -19,13 +19,15 @@ def small_config(model_config: PretrainedConfig) -> PretrainedConfig:
     """Edit and return a config: SMALL_SIZES, one layer of each kind, at least two, no dropout."""
     text = model_config.get_text_config()
     layers = text.num_hidden_layers
-    kinds = list(dict.fromkeys(getattr(text, "layer_types", None) or []))
-    few = max(2, len(kinds))
+    few = max(2, len(set(getattr(text, "layer_types", None) or [])))
     parts = [p for p in vars(model_config).values() if isinstance(p, PretrainedConfig)]
     for part in (model_config, *parts):
         for key, value in part.to_dict().items():
-            if isinstance(value, list) and len(value) == layers:  # one value per layer
-                setattr(part, key, (kinds * 2)[:few] if key == "layer_types" else value[:few])
+            if key == "mlp_only_layers":  # numbers of layers without experts
+                setattr(part, key, [])
+            elif isinstance(value, list) and len(value) == layers:  # one value per layer
+                kinds = list(dict.fromkeys(value)) if key.endswith("layer_types") else value
+                setattr(part, key, (kinds * few)[:few])
             elif isinstance(value, float) and any(n in key for n in ("dropout", "pdrop", "jitter")):
                 setattr(part, key, 0.0)
         heads = [getattr(part, f"num_{kind}_heads", None) for kind in ("key_value", "attention")]

@@ -131,17 +131,19 @@ def build_engine(
 
 def check_engine(
     engine: deepspeed.DeepSpeedEngine,
+    loss: SupervisedLoss,
     setup: Setup,
     tokenizer: PreTrainedTokenizerBase,
     plan: DataPlan,
     ranks: Ranks,
 ) -> None:
-    """Check the model's attention and a frozen output head with forward passes on random tokens.
-    All ranks call it.
+    """Check the model's attention, a frozen output head and a router loss with forward passes on
+    random tokens. All ranks call it.
 
     Raises:
         UserError: tokens attend to later tokens, or packed examples to each other; or the model
-            could not learn to stop, or cannot write the answers of eval.generate.
+            could not learn to stop, cannot write the answers of eval.generate, or has a router loss
+            of its own kind.
     """
     tokens = ordinary_tokens(tokenizer)
     # In separate calls: when a rank fails in a check, no other rank may have begun the next check.
@@ -151,6 +153,7 @@ def check_engine(
         ranks.run_on_all(lambda: check_answers(engine, tokens))
     if setup.config.data.batching == "packed" or ranks.sequence > 1:
         ranks.run_on_all(lambda: check_packing(engine, tokens))
+    ranks.run_on_all(lambda: loss.router_loss.check(engine, tokens))
     if setup.config.data.batching == "packed" and ranks.device.type == "cuda":
         layers = ranks.run_on_all(lambda: layers_with_kernel(engine, tokens))
         print_line(f"attention kernel: {kernel_line(layers)}")

@@ -42,8 +42,8 @@ class HeldOutSets:
         """Evaluate on all sets. All ranks call it.
 
         Returns:
-            The metrics loss/NAME, perplexity/NAME and, with eval.generate, exact_match/NAME; and
-            each set's answers with their prompts and scores.
+            The metrics loss/NAME, perplexity/NAME, with a router loss router_loss/NAME, and with
+            eval.generate exact_match/NAME; and each set's answers with their prompts and scores.
 
         Raises:
             Preempted: a rank was preempted meanwhile.
@@ -53,9 +53,11 @@ class HeldOutSets:
         self.engine.eval()  # without dropout
         try:
             for name, plan in self.plans.items():
-                loss = self._mean_loss(plan)
+                loss, router_loss = self._mean_losses(plan)
                 values[f"loss/{name}"] = loss
                 values[f"perplexity/{name}"] = float(np.exp(loss))
+                if self.loss.router_loss.coefficient:
+                    values[f"router_loss/{name}"] = router_loss
                 if self.questions[name]:
                     with explain_out_of_memory(lambda: "an answer: lower eval.max_new_tokens"):
                         answers[name] = self._answers(self.questions[name])
@@ -64,13 +66,15 @@ class HeldOutSets:
             self.engine.train(was_training)
         return values, answers
 
-    def _mean_loss(self, plan: DataPlan) -> float:
-        """Return the mean cross entropy over a set, in nats per supervised token.
+    def _mean_losses(self, plan: DataPlan) -> tuple[float, float]:
+        """Return the mean cross entropy over a set, in nats per supervised token, and the router
+        loss with the set's own numbers of tokens per expert, NaN if the model has none.
 
         Every supervised token counts exactly once, whatever its weight. All ranks take part in
         every micro-step, some with filler, because ZeRO-3 gathers weights in the forward pass.
         """
-        ranks = self.ranks
+        ranks, router_loss = self.ranks, self.loss.router_loss
+        router_loss.begin()
         total = torch.zeros((), dtype=torch.float64, device=ranks.device)
         tokens = 0
         steps = load_steps(plan, ranks.data_rank, 0, plan.steps_per_epoch, ranks.sequence_part)
@@ -84,7 +88,9 @@ class HeldOutSets:
             tokens += step.plan.supervised_tokens
             self._check_preemption()
         # Each rank of a tensor-parallel group has the group's loss.
-        return float(ranks.sum(total) / ranks.tensor / tokens)
+        mean = float(ranks.sum(total) / ranks.tensor / tokens)
+        tally = ranks.sum(router_loss.tally.to(ranks.device)) / ranks.tensor
+        return mean, router_loss.of_tally(tally)
 
     def _answers(self, questions: list[Question]) -> list[dict]:
         """Return prompt, expected answer, answer and score of each question, the same on all ranks.

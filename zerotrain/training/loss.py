@@ -32,6 +32,7 @@ from zerotrain.model.hub import summarize
 from zerotrain.model.packing import attend_within
 from zerotrain.model.probes import compute_logits
 from zerotrain.runtime.errors import UserError
+from zerotrain.training.router_loss import RouterLoss
 
 CHUNK_TOKENS = {"cpu": 1024, "cuda": 8192}
 """Most targets whose logits exist at the same time. Each chunk reads and writes the sum of the
@@ -51,13 +52,13 @@ number.
 
 
 class MicroLoss(NamedTuple):
-    """Losses of one micro-batch, float32 scalars. A constant router loss has no autograd graph."""
+    """Losses of one micro-batch, float32 scalars."""
 
     cross_entropy: torch.Tensor
     """Sum of -log p(target), times the target's weight if the batch has weights."""
     router: torch.Tensor
-    """Load-balancing loss of the experts, without its coefficient, times the number of tokens that
-    it averages over (without padding). 0 if the model's config does not ask for it.
+    """Router loss of the experts, without its coefficient, times the number of real tokens. 0 if
+    the model's config does not ask for it.
     """
 
 
@@ -80,8 +81,7 @@ class SupervisedLoss:
             model: the Hugging Face model itself, not the engine around it.
             sequence_group: the ranks that get the other slices of a micro-batch.
         """
-        self.router_coefficient = _router_coefficient(model)
-        """Coefficient of the router loss in the training loss."""
+        self.router_loss = RouterLoss(model)
         self.by_source: torch.Tensor | None = None
         """float64 [sources]. If it is set, the cross entropy of each source is added to it."""
         self._model = model
@@ -182,15 +182,9 @@ class SupervisedLoss:
             at_head()
             logits = out.logits.flatten(0, 1).index_select(0, batch.positions)
             loss = self._sum_cross_entropy(logits, batch.targets, *batch.of_targets)
-        router = getattr(out, "aux_loss", None)
-        if self.router_coefficient == 0 or not isinstance(router, torch.Tensor):
+        if not self.router_loss.coefficient:
             return MicroLoss(loss, torch.zeros_like(loss))
-        tokens = batch.input_ids.numel()
-        if batch.attention_mask is not None:
-            tokens = batch.attention_mask.sum()  # without padding
-        if len(batch.targets) == 0:  # filler, since every example has a target
-            tokens = 0
-        return MicroLoss(loss, router.float() * tokens)
+        return MicroLoss(loss, self.router_loss.add(out.router_logits, batch.is_real))
 
     def _finish(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the model's logits for the logits of its head."""
@@ -307,12 +301,3 @@ def _scale_of_chunks(
         largest = torch.maximum(largest, part.sum(0, dtype=torch.float32).amax())
     limit = torch.finfo(torch.float16).max / 2
     return torch.exp2((limit / largest).log2().floor().clamp(max=0))
-
-
-def _router_coefficient(model: nn.Module) -> float:
-    """Return the coefficient of a model's router loss; 0 if its config asks for none."""
-    text = model.config.get_text_config()
-    if not getattr(text, "output_router_logits", False):
-        return 0.0
-    value = getattr(model, "router_aux_loss_coef", getattr(text, "router_aux_loss_coef", 0.0))
-    return float(value or 0.0)
