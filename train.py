@@ -151,7 +151,9 @@ def main(config: Config, dry_run: bool = False) -> None:
         check_engine(engine, loss, setup, tokenizer, start.plan, ranks)
 
         # 5. Train.
-        metrics = open_metrics(config, start.progress, schedule.total_steps, ranks, lock)
+        metrics = open_metrics(
+            config, start.progress, schedule.total_steps, identity.held_out, ranks, lock
+        )
         held_out = HeldOutSets(
             plans=data.eval_plans,
             questions=data.questions,

@@ -93,6 +93,10 @@ def test_another_first_held_out_set_begins_a_new_best(forks, tiny_config, tmp_pa
     )  # fmt: skip
     forks.finish(config)
 
+    def verify(out):
+        args = checkpoints(run_folder)[0], tmp_path / out, "--verify"
+        return forks.script("scripts.export", *args, code=0).output
+
     def resumed(steps, **sets):
         given = json.dumps({name: [str(path)] for name, path in sets.items()})
         flags = "--train.steps", steps, "--data.eval_sources", given
@@ -108,7 +112,10 @@ def test_another_first_held_out_set_begins_a_new_best(forks, tiny_config, tmp_pa
     found = {e["step"]: e["eval_loss"] for e in read_metrics(run_folder, "eval")[-2:]}
     assert [*found] == [2, 3], "the new set is evaluated where the run resumes, too"
     assert progress.best.value == min(found.values())
-    assert "has changed" not in resumed(4, renamed=other)[0]
+    # A checkpoint from before the change is compared with its own set, if the run still has it.
+    assert "not compared" in verify("first")
+    assert "has changed" not in resumed(4, renamed=other, c=first)[0]
+    assert f"the run's: {last.eval_loss:.6f}" in verify("second")
 
 
 def test_a_checkpoint_without_the_newer_facts_resumes_with_its_best(

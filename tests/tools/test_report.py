@@ -106,6 +106,23 @@ def test_a_run_is_drawn_with_all_that_it_has_recorded(draw, tmp_path, capsys):
     assert page.count('"text":"step"') == page.count("Plotly.newPlot(") > 8
 
 
+def test_the_best_loss_is_of_the_set_as_it_is_now(tmp_path):
+    """A resumed run has other examples in one of its sets."""
+    run = write_run(tmp_path / "run", 1)
+    lines = [
+        {"kind": kind, "step": step, **values}
+        for step, a in ((0, "1"), (2, "2"), (2, "2"))
+        for kind, values in (
+            ("start", {"held_out": {"a": a, "b": "1"}}),
+            ("eval", {"loss/a": float(a), "loss/b": step + 1.0, "exact_match/a": 0.1}),
+        )
+    ]
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    series = read_run(run).series
+    assert [dict(series[key]) for key in ("loss/a", "exact_match/a")] == [{2: 2.0}, {2: 0.1}]
+    assert dict(series["loss/b"]) == {0: 1.0, 2: 3.0}
+
+
 def test_each_kind_of_loss_has_a_color_and_few_steps_are_smoothed_too(tmp_path):
     run = write_run(tmp_path / "run", 36)
     chart = loss_chart([read_run(run)])

@@ -161,7 +161,7 @@ def keep_evaluations(saved: RunIdentity, now: RunIdentity, progress: Progress) -
         return progress
     for name, content in now.held_out.items():
         if saved.held_out.get(name, content) != content:
-            print_line(f"held-out set {name}: its examples have changed, its curve goes on")
+            print_line(f"held-out set {name}: its examples have changed, reports begin again")
     was, first = (next(iter(run.held_out.values()), None) for run in (saved, now))
     if was == first:
         return progress

@@ -104,6 +104,7 @@ def read_run(folder: Path, prefix: str = "") -> RunRecords:
     columns = {key: (array("q"), array("d")) for key in ("loss", "time", "tokens_per_s")}
     records = {kind: deque(maxlen=MAX_RECORDS) for kind in ("start", "event")}
     answers = {}
+    held_out = {}
     counts = Counter()
     left = MAX_VALUES
     slow = SlowRanks()
@@ -121,6 +122,12 @@ def read_run(folder: Path, prefix: str = "") -> RunRecords:
         elif kind in records:
             counts[kind] += 1
             records[kind].append(record)
+        if kind == "start" and isinstance(sets := record.get("held_out"), dict):
+            # Losses of other examples would not show which step is best.
+            for name in [name for name in sets if held_out.get(name, sets[name]) != sets[name]]:
+                for drawn in ("loss", "exact_match"):
+                    columns.pop(f"{drawn}/{name}", None)
+            held_out = sets
         if kind in ("start", "ranks"):  # A start ends a sequence of slow windows.
             by_rank = ranks_of(record)
             for rank in slow.add(by_rank, number(record.get("step_seconds"))):

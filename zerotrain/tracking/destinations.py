@@ -37,12 +37,18 @@ def is_wandb_off(tracking: TrackingConfig) -> bool:
 
 
 def open_metrics(
-    config: Config, start: Progress, total_steps: int, ranks: Ranks, lock: RunLock
+    config: Config,
+    start: Progress,
+    total_steps: int,
+    held_out: dict[str, str] | None,
+    ranks: Ranks,
+    lock: RunLock,
 ) -> Metrics:
     """Open the destinations on rank 0, and report the hosts of the run. All ranks call it.
 
     Args:
         start: the progress that the run starts from, with the id of its W&B run.
+        held_out: a hash of the examples of each held-out set.
 
     Returns:
         This rank's metrics; ranks other than 0 have no sinks.
@@ -71,6 +77,7 @@ def open_metrics(
             except Exception as error:  # each tracker has its own errors
                 print(f"WARNING: {name} failed, training continues: {describe(error)}")
         cluster = {"step": start.step, "world_size": len(hosts), "ranks": Counter(hosts)}
+        cluster["held_out"] = held_out
         cluster["started"] = psutil.Process().create_time()
         metrics.log("start", cluster)
 
