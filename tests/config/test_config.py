@@ -389,6 +389,12 @@ def test_blocks_that_are_off_and_comments_do_nothing(resolved):
             resolved(yaml.safe_load(features))
 
 
+@pytest.mark.parametrize("eps", [-1e-8, None, [1e-8], True, float("nan"), "1e-8"])
+def test_an_epsilon_is_a_small_number(resolved, eps):
+    with pytest.raises(UserError, match="such as 1e-8"):
+        resolved({"optimizer": {"type": "AdamW", "params": {"eps": eps}}})
+
+
 def test_what_the_machine_lacks_is_refused(resolved, monkeypatch):
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: False)  # as on older CPUs
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # needs another package

@@ -374,6 +374,9 @@ def _find_problem(merged: dict[str, Any], config: Config) -> str | None:
                 path = f"{block}.{name}".removeprefix(".")
                 hint = likely(name, text.split())
                 return f"{path}: unknown, or not supported here; remove it{hint}"
+    eps = merged["optimizer"]["params"].get("eps", 1e-8)
+    if type(eps) not in (int, float) or not 0 <= eps < 1:  # DeepSpeed's own Adam takes any
+        return f"optimizer.params.eps: is {json.dumps(eps)}; use a number from 0 to 1, such as 1e-8"
     numbers = merged.keys() - {"communication_data_type", "log_level"}
     for path, value in _leaves(merged):
         is_number = path in numbers or path.startswith("optimizer.params.")
