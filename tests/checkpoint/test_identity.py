@@ -5,12 +5,19 @@ are not refused.    pytest tests/checkpoint/test_identity.py
 import json
 import re
 import shutil
+from dataclasses import replace
 
-from harness.inputs import change_json, rewrite, strategy, write_rows
+from harness.inputs import change_json, read_config, rewrite, strategy, write_rows
 from harness.runs import checkpoints, read_metrics
+from transformers import AutoConfig
 
-from zerotrain.checkpoint.state import read_state
+from zerotrain.checkpoint.start import check_resumable
+from zerotrain.checkpoint.state import RunIdentity, read_state
 from zerotrain.runtime.errors import UserError
+from zerotrain.runtime.machine import Machine
+from zerotrain.tools.open_plans import open_plans
+from zerotrain.tools.small_config import small_config
+from zerotrain.training.setup import open_run
 
 
 def new_run(line, folder):
@@ -137,3 +144,21 @@ def test_a_checkpoint_without_the_newer_facts_resumes_with_its_best(
     output = forks.finish(config, *flags, "--ds_config", ds_config).output
     assert "resuming from" in output and "held-out set has changed" not in output
     assert read_state(checkpoints(tmp_path / "run")[-1]).progress.best is not None
+
+
+def test_a_checkpoint_that_decayed_biases_of_experts_resumes_with_a_line(
+    tiny_config, tmp_path, sample_tokenizer, capsys
+):
+    """Earlier versions decayed every matrix; two layers of gpt-oss have biases of experts."""
+    model = small_config(AutoConfig.for_model("gpt_oss"))
+    special = {f"{kind}_token_id": None for kind in ("bos", "eos", "pad")}
+    model.update({"vocab_size": len(sample_tokenizer), **special})
+    model.save_pretrained(tmp_path / "model")
+    sample_tokenizer.save_pretrained(tmp_path / "model")
+    config = read_config(tiny_config(model=tmp_path / "model", model__from_config=True))
+    setup, _ = open_run(config, Machine(1, 1))
+    now = RunIdentity.of(setup, open_plans(config, 1)[2], {})
+    for spared, weight_decay, said in ((None, 0.1, True), (4, 0.1, False), (None, 0.0, False)):
+        now.settings["train.weight_decay"] = weight_decay
+        check_resumable(tmp_path, replace(now, spared=spared), now, False)
+        assert ("no longer applies to 4 tensors" in capsys.readouterr().err) == said

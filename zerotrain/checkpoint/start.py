@@ -211,6 +211,11 @@ def check_resumable(
         raise UserError(
             f"{checkpoint}: data.train_sources: the rows or their repeats have changed; {weights}"
         )
+    if saved.spared is None and now.spared and now.settings["train.weight_decay"]:
+        print_line(
+            f"train.weight_decay: no longer applies to {now.spared} tensors (biases of experts, "
+            f"A_log ...), which the version that saved {checkpoint} decayed"
+        )
 
 
 def check_model(checkpoint: Path, saved: RunIdentity, now: RunIdentity, weights: str) -> None:

@@ -16,7 +16,7 @@ from zerotrain.config.parse import plain_config
 from zerotrain.config.schema import NonNegativeInt
 from zerotrain.data.data_plan import DataPlan, PlanRecord, PlanStart
 from zerotrain.model.architecture import describe_config
-from zerotrain.training.optimizer import scaled_learning_rate
+from zerotrain.training.optimizer import is_decayed, scaled_learning_rate
 from zerotrain.training.setup import Setup
 
 # Keys of the run config that a resumed run must share with the saved one.
@@ -52,12 +52,17 @@ class RunIdentity:
     """A hash of the examples of each held-out set, in the order of the config; None: not known,
     from an earlier version of this code.
     """
+    spared: int | None = None
+    """Number of trained matrices that their names spare weight decay; None: an earlier version of
+    this code decayed them.
+    """
 
     @classmethod
     def of(cls, setup: Setup, plan: DataPlan, eval_plans: Mapping[str, DataPlan]) -> "RunIdentity":
         """Return the identity of a run with these plans of training data and held-out sets."""
         train = setup.config.train
         plain = plain_config(setup.config)
+        skeleton = setup.architecture.skeleton
         return cls(
             plan=PlanRecord.of(plan),
             world_size=plan.budget.world_size,
@@ -68,8 +73,12 @@ class RunIdentity:
             # last, because it is computed from others, and an error names the first difference
             | {"train.learning_rate (scaled)": scaled_learning_rate(train, plan.mean_batch)},
             model=setup.config.model.name_or_path,
-            model_config=describe_config(setup.architecture.skeleton.config),
+            model_config=describe_config(skeleton.config),
             held_out={name: each.data.meta.content for name, each in eval_plans.items()},
+            spared=sum(
+                p.requires_grad and p.dim() > 1 and not is_decayed(name, p)
+                for name, p in skeleton.named_parameters()
+            ),
         )
 
 
