@@ -110,7 +110,7 @@ def test_training_is_that_of_a_plain_loop_on_whole_steps(
         assert (weight - expected).norm() < 2e-5 * expected.norm(), key
     *_, plan, eval_plans = open_plans(read_config(config), layouts[0][1])
     assert_evaluation(eval_plans, trained, read_metrics(run_folder, "eval")[-1])
-    assert has_idle_expert(plan, trained)
+    assert layouts[0][1] == 1 or has_idle_expert(plan, trained)
 
 
 def assert_evaluation(plans, model, evaluation):
@@ -128,7 +128,7 @@ def assert_evaluation(plans, model, evaluation):
 def has_idle_expert(plan, model):
     """Whether there is a micro-batch without tokens for an expert."""
     rows = read_rows(plan.data)
-    for examples in chain(*plan.step(0).micro_batches):
+    for examples in chain(*(ranks for k in range(4) for ranks in plan.step(k).micro_batches)):
         of_rows = [model(input_ids=rows[i][0]).router_logits for i in examples]
         layers = map(torch.cat, zip(*of_rows, strict=True))
         if any(len(layer.topk(2).indices.unique()) < EXPERTS for layer in layers):
