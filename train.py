@@ -256,7 +256,9 @@ def train(run: Training, progress: Progress) -> tuple[Progress, str]:
             break
         progress = take_step(run, batches, progress)
         ending, save = agree_on_requests(run, progress.step)
-    run.saver.finish()  # An asynchronous save: a run ends when its checkpoint is complete.
+    # An asynchronous save: a run ends when its checkpoint is complete.
+    while run.saver.finish():
+        run.saver.save(progress)
     if is_last and not is_evaluation_due(run, progress):
         ending = FINISHED
     return progress, ending
@@ -407,7 +409,7 @@ def agree_on_requests(run: Training, step: int) -> tuple[str, bool]:
     if lost:
         ranks.run_on_first(lock.check)
     if written == ranks.world_size:
-        saver.finish()
+        save += saver.finish()
     if stop:
         return f"stopped by {lock.folder / STOP}", save > 0
     return PREEMPTED if preempted else "", save > 0

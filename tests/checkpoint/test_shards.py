@@ -1,6 +1,7 @@
 """An engine that is saved and loaded continues bit for bit.
 pytest tests/checkpoint/test_shards.py"""
 
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,6 +20,7 @@ from zerotrain.config.schema import CheckpointConfig
 from zerotrain.data.loader import load_steps
 from zerotrain.runtime.process_group import process_group
 from zerotrain.runtime.rank_env import rank_variables
+from zerotrain.tools.saved import checkpoint_problem
 from zerotrain.training.engine import build_engine
 from zerotrain.training.guard import apply_update
 from zerotrain.training.setup import open_data, open_run_on_all_ranks
@@ -120,3 +122,38 @@ def test_an_engine_that_is_loaded_goes_on_as_the_one_that_was_saved(
     torch.testing.assert_close(loaded.parts, expected.parts, rtol=0, atol=0)
     for each in (engine, other):
         each.destroy()
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_a_save_whose_folder_is_removed_meanwhile_is_made_again(
+    one_rank, tiny_config, tmp_path, monkeypatch, async_save
+):
+    monkeypatch.setattr("zerotrain.checkpoint.lock.OUT_OF_REACH_SECONDS", 0)
+    setup, tokenizer, _ = open_run_on_all_ranks(read_config(tiny_config()), one_rank)
+    plan = open_data(setup, tokenizer, one_rank)[1].plan
+    engine, _, base = build_engine(setup, tokenizer, plan, one_rank)
+    folder, logged = tmp_path / "run", []
+
+    class Removes(ThreadPoolExecutor):
+        """The first save loses its folder."""
+
+        def submit(self, work, path, *args):
+            if not logged:
+                logged.append("removed")
+                shutil.rmtree(folder)
+            return super().submit(work, path, *args)
+
+    lock = RunLock(folder)
+    with lock:
+        saver = Saver(
+            engine, base, tokenizer, RunIdentity.of(setup, plan, {}),
+            CheckpointConfig(async_save=async_save), one_rank, lock, None,
+            lambda kind, values: logged.append(values["step"]), _threads=Removes(),
+        )  # fmt: skip
+        saver.save(Progress(step=2))
+        assert saver.finish() == async_save
+        if async_save:
+            saver.save(Progress(step=3))
+            assert not saver.finish()
+    [saved] = list_complete(saver.folder)
+    assert checkpoint_problem(saved) is None and logged == ["removed", 2 + async_save]

@@ -52,9 +52,14 @@ from zerotrain.config.schema import CheckpointConfig
 from zerotrain.model.hub import Base
 from zerotrain.runtime.errors import RunFailed, UserError, describe
 from zerotrain.runtime.files import sync_folder, sync_tree, temporary_name
+from zerotrain.runtime.progress import print_line
 from zerotrain.runtime.ranks import Ranks
 
 T = TypeVar("T")
+
+
+class DraftRemoved(RunFailed):
+    """Somebody has removed the draft of a save, as with the whole output folder."""
 
 
 def write_shard(path: Path, content: dict[str, Any]) -> dict[str, Any]:
@@ -145,32 +150,38 @@ class Saver:
         path = self._draft / shard_name(self.ranks.rank)
         self._pending = self._threads.submit(write_shard, path, content)
         self._blocked_seconds = time.monotonic() - self._last_began
-        if not self.settings.async_save:
-            self.finish()
+        if not self.settings.async_save and self.finish():
+            self.save(progress)
 
     @property
     def is_written(self) -> bool:
         """Whether this rank's file of an unfinished save is on disk; finish() will not wait."""
         return self._pending is not None and self._pending.done()
 
-    def finish(self) -> None:
-        """Wait for the unfinished save, if any, and complete it.
+    def finish(self) -> bool:
+        """Wait for the unfinished save, if any, and complete it. Return whether its draft was
+        removed meanwhile, so that the run has to save again.
 
         Raises:
             RunFailed: as in save().
         """
         if self._pending is None:
-            return
+            return False
         began = time.monotonic()
         entry = self._pending
         self._pending = None
         wait([entry])  # also if the lock is lost, because _run then removes the draft
-        entries = self.ranks.gather_json(self._run(entry.result))
-        self._run(lambda: self._owns_disk and self._seal(entries))
-        # The checkpoint is usable once the owners of all disks have renamed their drafts.
-        self._run(lambda: self._owns_disk and self._publish())
+        try:
+            entries = self.ranks.gather_json(self._run(entry.result))
+            self._run(lambda: self._owns_disk and self._seal(entries))
+            # The checkpoint is usable once the owners of all disks have renamed their drafts.
+            self._run(lambda: self._owns_disk and self._publish())
+        except DraftRemoved as error:
+            print_line(f"WARNING: {error}; the run saves again")
+            return True
         seconds = self._blocked_seconds + time.monotonic() - began
         self.log("save", {"step": self._progress.step, "save_seconds": seconds})
+        return False
 
     def _run(self, work: Callable[[], T]) -> T:
         """Run a phase of a save on all ranks and return its result. If it fails on one rank, remove
@@ -191,10 +202,12 @@ class Saver:
         try:
             return self.ranks.run_on_all(with_lock)
         except UserError as error:
+            is_removed = self._owns_disk and not any(map(Path.exists, (self._draft, self._target)))
+            kind = DraftRemoved if any(self.ranks.gather_json(is_removed)) else RunFailed
             if self._owns_disk:
                 remove(self._draft)
             older = "; older checkpoints are unchanged" if self.folder.is_dir() else ""
-            raise RunFailed(f"{self._target}: could not be saved: {error}{older}") from error
+            raise kind(f"{self._target}: could not be saved: {error}{older}") from error
 
     def _create(self) -> None:
         draft = self._draft
