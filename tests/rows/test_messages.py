@@ -339,6 +339,13 @@ def test_unusable_rows_are_refused_with_a_fix_that_works(case):
     refused(named, read, row, *cures or [named] * named.startswith("data."))
 
 
+def test_reasoning_is_trained_once():
+    answer = assistant("<think>why</think>2", reasoning_content="why")
+    refused("thinking block", canonical, {"messages": [ASKED[0], answer]}, {"messages": ASKED})
+    row = {"messages": [ASKED[0], assistant("2", reasoning_details="null")]}
+    assert canonical(row) == {"messages": ASKED}
+
+
 def test_no_cure_is_named_where_it_would_not_help():
     """A chat template renders neither plain text nor keys of a message."""
     for row in ({"text": "a", "system": "b"}, {"messages": [{**ASKED[0], "tools": TOOLS}]}):

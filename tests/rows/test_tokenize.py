@@ -138,11 +138,14 @@ weights of turns above 1: {messages: [*user, {<<: *bad, weight: 0}, *user, {<<: 
 names of speakers: {messages: [{<<: *user, name: N}, {<<: *good, name: M}]}
 a recorded loss: {messages: [*user, {<<: *good, loss: 0.3}]}
 a user's weight: {messages: [{<<: *user, train: true}, *good, *user, {<<: *bad, train: 0}]}
+weights in quotes: {messages: [*user, {<<: *bad, train: "0"}, *user, {<<: *good, train: "True"}]}
 history: {instruction: p, input: "", output: good, history: [[p, good]], system: s}
+a history of three texts: {instruction: p, output: good, history: [[p, bad, c]]}
 reasoning: {instruction: p, input: i, output: good, reasoning: r}
 reasoning of renamed keys: {question: p, answer: good, thinking: r}
 choices: {prompt: p, completion: good, choices: [a, b]}
 pairs: {conversation: [{human: p, assistant: good}, {human: p, assistant: good}]}
+pairs with a system prompt: {conversation: [{system: s, input: p, output: good}]}
 texts: {conversations: [p, good, p, good], source: LIMA}
 a number as content: {messages: [*user, {role: assistant, content: 4}]}
 a result that is an object: {messages: [*user, *good, {role: tool, content: {a: 1}}, *good]}
@@ -174,6 +177,8 @@ the number of a choice: {prompt: p, completion: 1, choices: [bad, good]}
 splits: {train: [{prompt: p, completion: good}], test: [{prompt: p, completion: bad}]}
 axolotl's segments:
   segments: [{label: false, text: p}, {label: true, text: good}, {label: false, text: p}]
+segments with numbers: {segments: [{label: 0, text: p}, {label: 1, text: good}]}
+a refusal: {input: p, output: [{role: assistant, content: [{type: refusal, refusal: good}]}]}
 LLaMA-Factory v1:
   messages:
   - {role: user, content: [{type: text, value: p}], loss_weight: 0.0}
@@ -227,6 +232,10 @@ CURES = {  # the file as it is, and the answers that are left after the command 
     ),
     "Cyrillic in CSV": ("prompt,completion\np,Привет".encode("cp1251"), ["Привет"]),
     "half a character in JSON": (b'[{"prompt": "p",\n"completion": "cut \\ud83d"}]', ["cut "]),
+    "half a character before an empty line": (
+        b'{"prompt": "p", "completion": "cut \\ud83d"}\n\n%s' % as_lines([SHORT]),
+        ["cut ", "ccccc"],
+    ),
     "half a character": (b'{"prompt": "p", "completion": "cut \\ud83d"}', ["cut "]),
     "old Mac in CSV": (b"prompt,completion\rp,c\r", ["c"]),
     "backslashes in CSV": (b'prompt,completion\n"p","a \\"b\\" \\n"\n', ['a "b" \\n']),
@@ -360,6 +369,8 @@ def test_keys_that_answers_may_refer_to_are_not_ignored(build):
         {"messages": GOOD, "documents": ["a"]},
         {"messages": GOOD, "images": ["a"]},
         {"messages": [{**GOOD[0], "choices": ["a", "b"]}, GOOD[1]]},
+        {**SHORT, "previous": [["a", "b"]]},
+        {**SHORT, "image_base64": "a"},
     ):
         assert "ignore_keys" not in refused("rows.jsonl:1: ", build, [row])
     for row, named in (
@@ -367,6 +378,23 @@ def test_keys_that_answers_may_refer_to_are_not_ignored(build):
         ({"text": None}, "all its values are null"),
     ):
         refused(named, build, [row])
+
+
+HELD_BACK = {
+    "documents of a chat": {"messages": GOOD, "documents": ["a"]},
+    "context of a prompt in messages": {"prompt": GOOD[:1], "completion": GOOD[1:], "context": "a"},
+    "a held-out split": {"test": [SHORT]},
+    "questions about a text": {"context": "a", "qas": [{"question": "p", "answer": "good"}]},
+    "turns of other speakers": {"dialogue": [{"speaker": "A", "text": "p"}]},
+    "an answer alone": {"prompt": None, "completion": "good"},
+    "a question alone": {"prompt": "p", "completion": None},
+}
+
+
+@pytest.mark.parametrize("case", HELD_BACK)
+def test_no_command_trains_on_a_part_of_a_row_alone(build, case):
+    line = refused("rows.jsonl:1: ", build, [HELD_BACK[case]])
+    assert not re.search("> NEW|columns: {text|trains on", line), line
 
 
 def test_the_cache_is_reused_and_keyed_by_what_matters(tmp_path, sample_tokenizer):

@@ -33,7 +33,7 @@ from zerotrain.rows.readers import (
     open_text,
     parse_json,
 )
-from zerotrain.rows.sources import FORMAT, RawRow
+from zerotrain.rows.sources import FORMAT, RawRow, split_of
 
 ROW_COMMAND = re.compile(r"jq -c '([^']*)' OLD\.jsonl > NEW\.jsonl")
 DECOMPRESS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2"}
@@ -63,7 +63,8 @@ NO_MEDIA = (
     f'.key == "type" and (.value | tostring | test("^({MEDIA_PART.pattern})$")))] == [])'
 )
 TEXT_OF = (
-    'def text: if type == "array" then map(.text // error("not text")) | join("") else . end; '
+    'def text: if type == "array" then map(.text // .refusal // error("not text")) | join("") else '
+    ". end; "
 )
 
 
@@ -113,7 +114,8 @@ def _first(keys: Any) -> str | None:
 
 def _pairs(row: JsonObject) -> str | None:
     def is_pair(turn: JsonObject) -> bool:
-        return len(turn) == 2 and all({*turn} & {*names} for names in (QUESTIONS, ANSWERS))
+        texts = turn.keys() - {"system"}
+        return len(texts) == 2 and all(texts & {*names} for names in (QUESTIONS, ANSWERS))
 
     lists = ((key, row[key]) for key in row if key in TURNS and _is_list(row[key], dict))
     return _first(key for key, pairs in lists if all(map(is_pair, pairs)))
@@ -135,7 +137,10 @@ def _wrapped(row: JsonObject) -> str | None:
     lists = [key for key, value in row.items() if _is_list(value, dict)]
     is_row = any({*keys} <= row.keys() for keys in FORMAT_KEYS.values()) or _chats(row)
     lists = ["train"] if "train" in lists else lists
-    return lists[0] if len(lists) == 1 and not is_row and lists[0] not in TOOL_KEYS else None
+    # The rows may be held out, or lack a text that is beside them.
+    texts = [k for k, v in row.items() if isinstance(v, str) and k.lower() not in METADATA]
+    is_only = len(lists) == 1 and split_of(lists[0]) == "tr" and not texts and not is_row
+    return lists[0] if is_only and lists[0] not in {*TURNS, *TOOL_KEYS} else None
 
 
 def _media(row: JsonObject) -> str | None:
@@ -177,7 +182,8 @@ LAYOUTS = [
     Layout(
         "it has pairs of a question and an answer",
         _pairs,
-        'KEY as $pairs | del(KEY) | .messages = [$pairs[] | {role: "user", content: '
+        'KEY as $pairs | del(KEY) | .messages = [$pairs[] | (.system | strings | select(. != "") | '
+        '{role: "system", content: .}), {role: "user", content: '
         f'({ANY_QUESTION})}}, {{role: "assistant", content: ({ANY_ANSWER})}}]',
     ),
     Layout(
@@ -234,7 +240,11 @@ LAYOUTS = [
     ),
     Layout(
         "its question follows the turns in history",
-        lambda row: "history" if _is_list(row.get("history"), list) else None,
+        lambda row: (
+            "history"
+            if _is_list(row.get("history"), list) and {len(turn) for turn in row["history"]} == {2}
+            else None
+        ),
         '([.system | strings | select(. != "") | {role: "system", content: .}] + [KEY // [] | .[] '
         '| {role: "user", content: .[0]}, {role: "assistant", content: .[1]}] + [{role: "user", '
         f'content: {ASKED}}}, {{role: "assistant", content: ({ANY_ANSWER})}}]) as $turns | '
@@ -271,7 +281,8 @@ LAYOUTS = [
     Layout(
         "it has the labeled segments of one text",
         lambda row: "" if "segments" in row and "text" not in row else None,
-        ".segments as $all | range(0; $all | length) as $i | select($all[$i].label) | {prompt: "
+        ".segments as $all | range(0; $all | length) as $i | "
+        'select($all[$i].label | tostring | ascii_downcase | IN("1", "1.0", "true")) | {prompt: '
         '([$all[:$i][].text] | join("")), completion: $all[$i].text}',
     ),
     Layout(

@@ -86,7 +86,9 @@ OPTIONAL_KEYS = {
 TOOL_KEYS = ("tools", "functions")
 SCHEMA_KEYS = ("input_schema", "inputSchema")  # a tool's parameters, in Anthropic's API and in MCP
 # Texts of these keys that stand for no value, as JSON or Python writes it.
-NO_VALUE = dict.fromkeys((*TOOL_KEYS, "tool_calls"), ("null", "[]", "{}", "None"))
+NO_VALUE = dict.fromkeys(
+    (*TOOL_KEYS, "tool_calls", "reasoning_details"), ("null", "[]", "{}", "None")
+)
 # ShareGPT has `from` and `value`; OpenAI had `function_call` before parallel calls.
 RENAMED_KEYS = {"from": "role", "value": "content", "function_call": "tool_calls"}
 TEXT_KEYS = {"name", "tool_call_id", "refusal"}
@@ -96,9 +98,13 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking", "reasoning_detai
 # Mistral, LangChain, OpenAI and OpenRouter name them.
 THOUGHTS = {"thinking", "reasoning", "reasoning_text", "reasoning.text", "reasoning.summary"}
 THOUGHT_KEYS = {"text", "content", "summary", *REASONING_KEYS}
+THINKS = re.compile(r"\s*<think(ing)?>")
 # OpenAI's chat API has text, its responses API the others.
 TEXTS = {"text", "input_text", "output_text", "summary_text"}
-MEDIA = re.compile(r"(image|picture|video|audio)s?(_(url|path|file)s?)?", re.IGNORECASE)
+MEDIA = re.compile(
+    "(image|img|picture|photo|video|audio)s?(_?(id|url|path|file|file_?name|base64|b64|bytes)s?)?",
+    re.IGNORECASE,
+)
 # Spellings of a turn's weight: 0 or false if it must not be trained on, up to 1 or true if it must.
 WEIGHT_KEYS = (
     "weight", "train", "training", "trainable", "loss", "loss_weight", "loss_scale", "supervised",
@@ -140,7 +146,9 @@ PYTHON_CELL = (
 )
 # Keys that the rest of a row may refer to.
 REFERRED = re.compile(
-    "(.*_)?(history|contexts?|passages?|documents?|choices|options|tools|functions)(_.*)?", re.I
+    "(.*_)?(history|previous|contexts?|background|passages?|documents?|articles?|knowledge|evidence"
+    "|facts|persona|schema|tables?|choices|options|tools|functions)(_.*)?",
+    re.IGNORECASE,
 )
 # A jq program that writes such a key before the prompt.
 IN_PROMPT = (
@@ -340,13 +348,16 @@ def _message(message: JsonObject, columns: dict[str, str], config: DataConfig) -
 
 
 def _number_fix(weight: Any, path: str) -> str:
-    """Return how to write a weight that is above 1 or a text; "" for other wrong weights.
+    """Return how to write a weight that is above 1 or in quotes; "" for other wrong weights.
 
     Args:
         path: a jq path to all such weights.
     """
-    if isinstance(weight, str) and re.fullmatch(r"[0-9]*\.?[0-9]+", weight):
-        return f"to write a number: jq -c '({path} | strings) |= tonumber' OLD.jsonl > NEW.jsonl"
+    if isinstance(weight, str) and re.fullmatch(r"[0-9]*\.?[0-9]+|true|false", weight.lower()):
+        return (
+            f"to write it without quotes: jq -c '({path} | strings) |= (ascii_downcase | "
+            "fromjson)' OLD.jsonl > NEW.jsonl"
+        )
     if isinstance(weight, int | float) and weight > 1:
         return (
             "only their ratios count, so divide all of them by the largest, in place of LARGEST: "
@@ -391,7 +402,7 @@ def _weight(key: str, weight: Any, role: str, roles: str, given: str) -> float:
             "NEW.jsonl",
         )
     fix = _number_fix(weight, f".[] | arrays[] | objects | .{key}")
-    if fix and role == "assistant" and key in FRACTIONS:
+    if fix and role == "assistant" and (key in FRACTIONS or isinstance(weight, str)):
         raise BadRow("wrong type", f"{key} is {json.dumps(weight)}, but must be 0 to 1; {fix}")
     raise BadRow(
         "wrong type",
@@ -436,6 +447,12 @@ def _split_content(turn: JsonObject, is_thought: bool, config: DataConfig) -> No
         found["analysis"] = turn["content"]
         turn["content"] = ""
     if reasoning := _only(found):
+        if THINKS.match(turn["content"]):
+            raise BadRow(
+                "doubled key",
+                "it has its reasoning under a key, but also a thinking block in its content; write "
+                "it once",
+            )
         turn["reasoning_content"] = reasoning
 
 
@@ -570,7 +587,10 @@ def _fix(extra: JsonObject, known: set[str], is_row: bool) -> str:
                 )
     if referred := next(filter(REFERRED.fullmatch, extra), None):
         fix = f"{referred} is unknown, and the answers may refer to it; write it into the prompt"
-        if prompt := next((k for k in ("instruction", "prompt") if is_row and k in known), None):
+        prompt = "instruction" if "instruction" in known else "prompt"
+        # The prompt of a chat may be a list, or a key that is not read.
+        is_text = prompt == "instruction" or ("completion" in known and "system" not in known)
+        if is_row and is_text and "input_ids" not in known:
             program = IN_PROMPT.replace("PROMPT", f".{prompt}")
             fix += f": jq -c '{program.replace('KEY', f'.{_jq(referred)}')}' OLD.jsonl > NEW.jsonl"
         if is_row and known != {"text"} and "system" not in known and referred in TOOL_KEYS:

@@ -44,7 +44,7 @@ HALF_CHARACTER = (
     "it has half of a character, as \\u escapes of a text that was cut; to leave the halves out: "
     "python3 -c 'import json, sys; text = open(sys.argv[1]).read().strip(); [print(json.dumps(row, "
     'ensure_ascii=False).encode(errors="ignore").decode()) for row in (json.loads(text) if text[0] '
-    '== "[" else map(json.loads, text.split("\\n")))]\' OLD > NEW.jsonl'
+    '== "[" else map(json.loads, filter(str.strip, text.split("\\n"))))]\' OLD > NEW.jsonl'
 )
 # The first bytes of files, and the end of their names. None: they have to be unpacked.
 MAGIC = {
