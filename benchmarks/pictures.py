@@ -30,6 +30,8 @@ def main() -> None:
     draw_first_run(read_table("first_run.csv"))
     if (DATA / "bf16.csv").exists():
         draw_bf16(read_table("bf16.csv"))
+    if (DATA / "offload.csv").exists():
+        draw_offload(read_table("offload.csv"))
     draw_efficiency(read_table("efficiency.csv"))
     draw_terminal((DATA / "terminal.txt").read_text())
 
@@ -80,6 +82,23 @@ def draw_bf16(losses: pd.DataFrame) -> None:
     )
     figure.legend(loc="outside right center")
     save("bf16.svg")
+
+
+def draw_offload(losses: pd.DataFrame) -> None:
+    """Draw one color for each seed, and in it one style for each optimizer."""
+    figure, axes = pyplot.subplots()
+    smooth = losses.rolling(10).mean()
+    styles = {"CPU Adam": "-", "torch's AdamW": "--", "plain loop": ":"}
+    for name in losses.filter(regex=r"seed \d+$"):
+        kind, seed = name.split(", seed ")
+        color = f"C{int(seed) - 1}"
+        axes.plot(smooth[name], styles[kind], color=color, linewidth=1.5, label=name)
+    axes.set(
+        title="Training loss in bf16, nats per token\nmean of the last 10 steps, one row a step",
+        xlabel="step",
+    )
+    figure.legend(loc="outside right center")
+    save("offload.svg")
 
 
 def draw_efficiency(shares: pd.DataFrame) -> None:
