@@ -328,7 +328,7 @@ def train_step(
 
     Args:
         limit: the gradient norm above which the update is skipped.
-        expert_counts: how often each expert was chosen in the last step whose update was applied.
+        expert_counts: choices of each expert in the last step whose update was applied.
 
     Returns:
         The step's values: loss, in nats per supervised token of the global batch; source_loss/NAME,

@@ -31,7 +31,7 @@ class RunLock(SoftFileLease):
     A lease cannot tell a dead run from one that is stopped for longer, by SIGSTOP or a hanging
     disk. So a run checks its lock each time before it writes into the folder.
 
-    A thread looks at the lock as often as it is refreshed. A lock that somebody has removed is
+    A thread looks at the lock after each refresh. A lock that somebody has removed is
     taken again, unless this process was stopped for so long that a different run may have had it
     meanwhile. A folder that is removed, renamed or out of reach is reported, and a save makes
     it again.

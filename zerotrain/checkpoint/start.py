@@ -223,7 +223,7 @@ def check_model(checkpoint: Path, saved: RunIdentity, now: RunIdentity, weights:
     shapes are the same.
 
     Args:
-        weights: what to do in place of restoring the model.
+        weights: the fix if the model cannot be restored.
 
     Raises:
         UserError: names the first key of config.json that differs.
@@ -241,5 +241,5 @@ def check_model(checkpoint: Path, saved: RunIdentity, now: RunIdentity, weights:
     if has_moved:
         print_line(
             f"model.name_or_path: is {now.model}, but the run began with {saved.model}; both have "
-            "the same architecture, and the weights are those of the checkpoint"
+            "the same architecture, and the run keeps the weights of the checkpoint"
         )

@@ -164,7 +164,7 @@ def weight_files(source: str, download: bool = True) -> list[Path]:
     empty if they have other names.
 
     Args:
-        download: whether to download files that are not in the hub's cache.
+        download: download files that are not in the hub's cache.
 
     Raises:
         UserError: they are not in the cache, and cannot or must not be downloaded.

@@ -24,7 +24,7 @@ def fp32_weights(
         skeleton: the model on the meta device, without adapters.
         source: model.name_or_path.
         device: cpu; or meta, for names and shapes alone.
-        download: whether to download files that are not in the hub's cache.
+        download: download files that are not in the hub's cache.
 
     Raises:
         UserError: the files are not here, and cannot be downloaded.

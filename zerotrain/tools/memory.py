@@ -307,7 +307,7 @@ def measure_saved(
 
     def sizes() -> list[float]:
         """Return the bytes of each storage that autograd keeps now. It keeps nothing of a graph
-        that the forward pass has dropped, such as that of DoRA's norms.
+        that the forward pass has dropped, such as the graph of DoRA's norms.
         """
         by_storage = {each.tensor.untyped_storage(): each.size for each in packed}
         return [size for storage, size in by_storage.items() if storage not in weights]

@@ -47,8 +47,8 @@ class RouterLoss:
         """Begin a step, or an evaluation, with an empty tally.
 
         Args:
-            counts: how often each expert was chosen in the last step whose update was applied;
-                empty: all were chosen equally often.
+            counts: choices of each expert in the last step whose update was applied; empty if
+                there is none, as if all were chosen equally often.
 
         Raises:
             UserError: the counts are not of this model's experts.
