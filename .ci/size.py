@@ -14,12 +14,12 @@ from pathlib import Path
 
 # One percent above the sizes of today. CONTRIBUTING.md has the aims.
 LIMITS = {
-    "train.py and its imports": 44_600,
-    "the program for rows": 13_000,
-    "all but tests": 112_200,
-    "tests": 106_300,
-    "smallest copy, all but tests": 66_800,
-    "smallest copy, tests": 25_350,
+    "train.py and its imports": 51_650,
+    "the program for rows": 19_750,
+    "all but tests": 131_050,
+    "tests": 129_300,
+    "smallest copy, all but tests": 81_650,
+    "smallest copy, tests": 34_050,
     "settings": 65,
 }
 ROWS = ("zerotrain/rows/", "scripts/tokenize/")
