@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -132,7 +133,16 @@ def test_a_spike_is_far_above_the_median_of_the_last_norms_that_are_numbers():
 )
 def test_the_search_for_the_loss_scale_is_not_a_bad_step(loss, norm, is_skipped, in_fp16, in_bf16):
     values = {"loss": loss, "grad_norm": norm, "update_skipped": is_skipped}
-    assert [is_bad_step(values, is_fp16) for is_fp16 in (True, False)] == [in_fp16, in_bf16]
+
+    def is_bad(is_fp16):
+        fp16 = {"enabled": is_fp16, "loss_scale": 0}
+        engine = SimpleNamespace(
+            fp16_enabled=lambda: fp16["enabled"],
+            dynamic_loss_scale=lambda: fp16["loss_scale"] == 0,
+        )
+        return is_bad_step(values, engine)
+
+    assert [is_bad(True), is_bad(False)] == [in_fp16, in_bf16]
 
 
 def examples_of(plan, step):
