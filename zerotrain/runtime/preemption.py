@@ -97,11 +97,11 @@ def follow_launcher() -> None:
     launchers = psutil.Process().parents()[:depth]
     # If one was killed before this line, another process has adopted its child: init, or a user's
     # systemd. Launchers are in Python, and in a container init may be one. Above DeepSpeed's
-    # launcher is, on other hosts, the shell that started it, in the same session.
+    # launcher is, on other hosts, a shell or sshd.
     above = launchers[-1]
     is_adopted = "python" not in "".join(launchers[0].cmdline()[:1])
     if depth == 2 and "python" not in "".join(above.cmdline()[:1]):
-        is_adopted |= above.pid == 1 or os.getsid(above.pid) != os.getsid(launchers[0].pid)
+        is_adopted |= above.pid == 1 or above.name() == "systemd"
     if is_adopted:
         sys.exit(128 + signal.SIGTERM)
 
