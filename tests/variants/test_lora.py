@@ -184,6 +184,7 @@ def test_adapters_of_weights_in_4_bits_equal_a_plain_loop(
     config = write(
         model__quantization="nf4", ds_config=strategy(tmp_path, "zero2"),
         train__precision="fp32", model__lora={**LORA, "options": options},
+        train__learning_rate=2e-3,  # at 1e-2 rounding grows to 1e-5 on CPUs without AVX-512
     )  # fmt: skip
     allowed = {
         "zerotrain.training.setup.check_machine": "lambda *_: None",
