@@ -52,6 +52,7 @@ def own_settings() -> wandb.Settings:
     """
     try:
         settings = wandb.setup().settings.model_copy()
+        wandb.teardown()  # Ends W&B's process, a child of this rank: see start_service.
     except ValidationError as error:
         first = error.errors()[0]
         name = "_".join(("WANDB", *map(str, first["loc"]))).upper()
