@@ -122,6 +122,9 @@ INTERNALS = {
     "zerotrain/model/partitions.py": """
         deepspeed.runtime.zero.partition_parameters: ds_tensor ds_numel ds_process_group
     """,
+    "zerotrain/model/architecture.py": """
+        transformers.configuration_utils: _attn_implementation
+    """,
     "zerotrain/model/probes.py": """
         transformers.configuration_utils: _attn_implementation
     """,
