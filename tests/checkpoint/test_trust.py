@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,14 +17,11 @@ from zerotrain.checkpoint import run_folder
 from zerotrain.checkpoint.lock import RunLock
 from zerotrain.checkpoint.run_folder import list_complete, refuse_links
 from zerotrain.checkpoint.state import read_state
-from zerotrain.launch.launch import Attempt
 from zerotrain.runtime.errors import UserError
 from zerotrain.runtime.files import replace_text
 from zerotrain.runtime.hang import HangWatch
 from zerotrain.tools.export import export_checkpoint
-from zerotrain.tools.launches import note_attempt
 from zerotrain.tools.new_folder import new_folder
-from zerotrain.tools.report import report_page
 from zerotrain.tracking.metrics import JsonlSink, UsefulTime
 
 
@@ -105,7 +101,7 @@ FOLDERS = [name.rstrip("/") for name in NAMES if name.endswith("/")] + ["checkpo
 
 
 def test_no_link_in_a_run_folder_is_followed_to_write(tmp_path, monkeypatch, capfd):
-    """What launcher, report and hang watch write, for each name of the layout."""
+    """What trainer, report and hang watch write, for each name of the layout."""
     run, theirs = tmp_path / "run", tmp_path / "theirs"
     monkeypatch.setenv("RANK", "0")
     for folder in (run, theirs):
@@ -113,8 +109,6 @@ def test_no_link_in_a_run_folder_is_followed_to_write(tmp_path, monkeypatch, cap
     for name in FILES:
         (theirs / name).write_text("theirs")
         (run / name).symlink_to(theirs / name)
-    launcher = SimpleNamespace(job=SimpleNamespace(config=SimpleNamespace(output_dir=run)))
-    event = {"stalled": 1.0, "watched": 30.0}
     watch = HangWatch(60, str(run))
 
     def lock():
@@ -123,19 +117,19 @@ def test_no_link_in_a_run_folder_is_followed_to_write(tmp_path, monkeypatch, cap
 
     writers = {
         "metrics.jsonl": lambda: JsonlSink(0, RunLock(run), UsefulTime().add).log("train", {}),
-        "launches.jsonl": lambda: note_attempt(run, {"started": 1.0}, ""),
-        "stalls.jsonl": lambda: Attempt.handle_event(launcher, SimpleNamespace(host="a"), event),
         "collectives_0": watch._record,
-        "report.html": lambda: replace_text(run / "report.html", report_page([run])),
+        "report.html": lambda: replace_text(run / "report.html", "as scripts.report does"),
         "run.lock": lock,
     }
     for name, write in writers.items():
         write()
         assert not (run / name).is_symlink(), name
     watch.close()
-    # The trainer writes these (test_only_the_runs_own_names_are_touched), and requests are removed.
+    # launch.sh writes the first two (tests/launch), the trainer the next two
+    # (test_only_the_runs_own_names_are_touched), and requests are removed.
     assert {*FILES} - {*writers} == {
-        "resolved_config.yaml", "resolved_ds_config.json", "stop", "save_now", "profile_now",
+        "launches.jsonl", "stalls.jsonl", "resolved_config.yaml", "resolved_ds_config.json",
+        "stop", "save_now", "profile_now",
     }  # fmt: skip
     assert all((theirs / name).read_text() == "theirs" for name in FILES)
 

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,9 +18,10 @@ from harness.repository import REPO
 from harness.runs import assert_each_step_once, curve, determined, read_metrics
 from namespaces import kill, left_on_hosts, needs_hosts, start
 
-from zerotrain.launch.launch import event_of
+from zerotrain.launch.launch import Attempt, event_of
 from zerotrain.launch.node import EVENT
 from zerotrain.tools.goodput import USEFUL, measure_goodput
+from zerotrain.tools.launches import note_attempt
 
 pytest_plugins = ["namespaces"]
 LAUNCH = REPO / "scripts/launch.sh"
@@ -143,3 +145,16 @@ def test_a_spare_host_replaces_a_lost_one_and_a_run_goes_on_with_fewer_and_under
 def test_an_event_that_no_wrapper_says_is_a_line_of_a_rank(event, is_said):
     line = f"{EVENT}{json.dumps(event)}"
     assert (event_of(line) is not None) == is_said
+
+
+def test_launch_follows_no_link_in_a_run_folder(tmp_path):
+    theirs, event = tmp_path / "theirs", {"stalled": 1.0, "watched": 30.0}
+    theirs.write_text("theirs")
+    files = [tmp_path / name for name in ("stalls.jsonl", "launches.jsonl")]
+    for file in files:
+        file.symlink_to(theirs)
+    (tmp_path / "metrics.jsonl").touch()
+    launcher = SimpleNamespace(job=SimpleNamespace(config=SimpleNamespace(output_dir=tmp_path)))
+    Attempt.handle_event(launcher, SimpleNamespace(host="a"), event)
+    note_attempt(tmp_path, {"started": 1.0}, "")
+    assert not any(file.is_symlink() for file in files) and theirs.read_text() == "theirs"

@@ -105,9 +105,6 @@ INTERNALS = {
         transformers.integrations.deepspeed: _apply_weight_conversions_to_state_dict
         transformers.modeling_utils: load_state_dict
     """,
-    "zerotrain/tools/memory.py": """
-        torch.overrides: TorchFunctionMode
-    """,
     "zerotrain/model/load.py": """
         transformers.modeling_utils: _keys_to_ignore_on_load_unexpected load_state_dict
             get_expanded_tied_weights_keys

@@ -96,9 +96,7 @@ def test_pictures_show_their_data_and_load_nothing(tmp_path, monkeypatch):
         picture = (REPO / name).read_text()
         assert not re.search(r"<script|@import|(href|src)=\W*http|url\(\W*http", picture), name
         if "report" not in name:  # a browser draws the report
-            assert_same_picture(
-                Path(name).read_text(), picture, f"{name}: ./benchmarks/pictures.sh"
-            )
+            assert_same_picture(name, picture)
 
 
 def assert_same_picture(name, stored):

@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -221,7 +220,7 @@ class _Packed:
         self.tensor, self.size = tensor, size
 
 
-class _CudaDropout(TorchFunctionMode):
+class _CudaDropout(torch.overrides.TorchFunctionMode):
     """Saves dropout's mask as on CUDA, a byte per element. On other devices the mask has the type
     of the states.
     """
